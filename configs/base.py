@@ -1,0 +1,93 @@
+"""Every field of a training run, with its meaning and unit.
+
+Other files in this folder start from `get_config()` and assign; nothing is
+configurable that is not listed here. On the command line any field is
+`--config.SECTION.FIELD=VALUE`. A field whose default is a placeholder is
+optional: unset means what its comment says.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config():
+  config = config_dict.ConfigDict()
+  config.seed = 0  # of parameters, data order and dropout
+  # Workdir (or checkpoint) whose parameters a new run starts from.
+  config.init_from = config_dict.placeholder(str)
+  config.compilation_cache = '~/.cache/gqa'  # compiled programs; '' for none
+
+  model = config.model = config_dict.ConfigDict()
+  model.vocab_size = 258  # ids; at least the tokenizer's
+  model.num_layers = 4
+  model.embed_dim = 256
+  model.num_heads = 8  # query heads
+  # KV heads: an int, or a tuple with one int per layer; unset: num_heads.
+  model.num_kv_heads = config_dict.placeholder(object)
+  model.head_dim = 32  # need not be embed_dim / num_heads
+  model.mlp_dim = 704
+  model.match_params = False  # widen mlp_dim to offset fewer KV heads
+  model.max_len = 1024  # longest sequence the model may see, tokens
+  model.position = 'rope'  # 'rope' or 'learned'
+  model.rope_theta = 10_000.0  # base of the RoPE wavelengths
+  model.rope_fraction = 1.0  # part of head_dim that is rotated
+  model.norm = 'rmsnorm'  # 'rmsnorm' or 'layernorm'
+  model.norm_eps = 1e-6
+  model.mlp = 'swiglu'  # 'swiglu', 'geglu', 'gelu' or 'relu'
+  model.qkv_bias = False
+  model.out_bias = False  # of the attention output projection
+  model.mlp_bias = False
+  model.qk_norm = False  # RMSNorm of each query and key head before RoPE
+  model.sliding_window = config_dict.placeholder(int)  # tokens; unset: all
+  model.tie_embeddings = True  # the head is the embedding, transposed
+  model.logit_softcap = config_dict.placeholder(float)  # unset: none
+  model.embed_scale = False  # multiply embeddings by sqrt(embed_dim)
+  model.parallel_residual = False  # attention and MLP read the same stream
+  model.dropout = 0.0  # probability, on embeddings and both residual branches
+  model.dtype = 'float32'  # compute type; parameters are always float32
+  # 'auto' is 'fused' on GPU, 'blockwise' elsewhere; 'einsum' is the reference.
+  model.attention = 'auto'
+  model.remat = 'none'  # recompute in backward: 'none', 'dots' or 'full'
+
+  data = config.data = config_dict.ConfigDict()
+  data.path = config_dict.placeholder(str)  # made by python -m gqa.data
+
+  train = config.train = config_dict.ConfigDict()
+  train.num_steps = 1_000  # optimizer updates
+  train.batch_size = 16  # sequences in one update, over all devices
+  train.seq_len = 256  # tokens
+  train.grad_accum = 1  # micro-batches that one update is split into
+  train.steps_per_call = 1  # updates in one compiled call
+  train.z_loss = 0.0  # weight of log(Z)^2 per token
+  train.log_every = 10  # steps
+  train.nonfinite_limit = 10  # consecutive skipped updates before giving up
+  train.profile = ''  # 'FIRST:LAST' step of a profiler trace; '' for none
+
+  optim = config.optim = config_dict.ConfigDict()
+  optim.name = 'adamw'  # 'adamw', 'adafactor' or 'lion'
+  optim.learning_rate = 1e-3  # peak
+  optim.schedule = 'cosine'  # 'cosine', 'linear', 'wsd' or 'constant'
+  optim.warmup_steps = 100  # linear from 0
+  optim.decay_fraction = 0.2  # of num_steps, the last part of 'wsd'
+  optim.end_fraction = 0.1  # final learning rate over peak
+  optim.betas = (0.9, 0.95)  # of adamw and lion
+  optim.eps = 1e-8  # of adamw
+  optim.weight_decay = 0.1  # times the learning rate, kernels only
+  optim.decay_embeddings = True  # whether it reaches the embeddings too
+  optim.clip_norm = 1.0  # of the global gradient; 0 for none
+
+  evaluation = config.eval = config_dict.ConfigDict()
+  evaluation.every_steps = 200  # and after the last step
+  # Batches of the validation text; unset: the whole text.
+  evaluation.num_batches = config_dict.placeholder(int)
+
+  checkpoint = config.checkpoint = config_dict.ConfigDict()
+  checkpoint.every_steps = 200  # and after the last step
+  checkpoint.keep_latest = 2
+  checkpoint.keep_best = 1  # by validation loss, besides the latest
+
+  mesh = config.mesh = config_dict.ConfigDict()
+  mesh.data = -1  # devices that split the batch; -1: all that remain
+  mesh.fsdp = 1  # devices that split batch, parameters and moments
+  mesh.model = 1  # devices that split heads, MLP and vocabulary
+  mesh.cpu_devices = 1  # XLA devices that a CPU is divided into
+  return config

@@ -1,0 +1,42 @@
+"""The study's parent: a byte-level multi-head model of books in the public domain.
+
+  python -m gqa.data --source=BOOKS.txt.bz2 --valid=VALID.txt.bz2 \
+      --target=data/books
+  python -m gqa.train --config=configs/books.py --workdir=runs/books
+
+Any large English text serves; a form feed separates documents. On 2 CPU cores
+an hour is about 1,500 steps of 8,192 tokens; --config.train.num_steps sets
+how far it goes.
+"""
+
+from configs import base
+
+
+def get_config():
+  config = base.get_config()
+  config.data.path = 'data/books'
+
+  model = config.model
+  model.num_layers = 6
+  model.embed_dim = 256
+  model.num_heads = 8
+  model.head_dim = 32
+  model.mlp_dim = 704
+  model.max_len = 1024
+
+  train = config.train
+  train.num_steps = 6_000
+  train.batch_size = 16
+  train.seq_len = 512
+  train.steps_per_call = 2
+  train.log_every = 10
+
+  config.optim.learning_rate = 2e-3
+  config.optim.warmup_steps = 100
+  config.optim.schedule = 'wsd'
+  config.optim.end_fraction = 0.0
+  config.eval.every_steps = 250
+  config.eval.num_batches = 40
+  config.checkpoint.every_steps = 250
+  config.mesh.cpu_devices = 2
+  return config

