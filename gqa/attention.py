@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gqa import linear
+
 MASKED = -1e30  # finite: a row without any key stays free of NaN
 BLOCK = 128  # query rows at a time
 UNROLLED_BLOCKS = 16  # up to here blocks are unrolled, above they are looped
@@ -43,6 +45,7 @@ def rope_angles(positions: jax.Array, dim: int, theta: float) -> jax.Array:
   return positions.astype(jnp.float32)[..., None] * frequencies[None, None]
 
 
+@jax.custom_vjp
 def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
   """Rotates pairs (j, j + dim / 2) of each head; the rest passes through.
 
@@ -66,6 +69,18 @@ def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
     ],
     axis=-1,
   )
+
+
+def _apply_rope_fwd(x, angles):
+  return apply_rope(x, angles), angles
+
+
+def _apply_rope_bwd(angles, grad):
+  # A rotation's transpose is the rotation back; angles are not trained.
+  return apply_rope(grad, -angles), None
+
+
+apply_rope.defvjp(_apply_rope_fwd, _apply_rope_bwd)
 
 
 def attention(
@@ -204,7 +219,7 @@ def _blockwise_bwd(window, block, residuals, grad):
   backward = _unrolled_backward if _unrolls(q, block) else _looped_backward
   dq, dk, dv = backward(q, k, v, segments, grad, lse, delta, window, block)
   # The tiles' dk and dv are [B, K, H, T].
-  dk, dv = dk.swapaxes(2, 3), dv.swapaxes(2, 3)
+  dk, dv = linear.transposed(dk), linear.transposed(dv)
   return *(x.astype(q.dtype) for x in (dq, dk, dv)), None
 
 

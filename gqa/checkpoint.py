@@ -17,7 +17,6 @@ import pathlib
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -271,6 +270,9 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._retention,
         cleanup_tmp_directories=True,
+        # Where making one in the background fails, the threads that wait for
+        # it hold up the end of the process for minutes.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
       ),
     )
     for step in self._manager.all_steps():
@@ -546,8 +548,6 @@ def _writing(root: pathlib.Path, step: int):
   try:
     yield
   except Exception as error:
-    # What orbax had planned for later is dropped with a warning for each part.
-    warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
     raise OSError(
       f'Saving the checkpoint of step {step} in {root} failed: '
       f'{_first_line(error)}'

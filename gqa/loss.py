@@ -13,6 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gqa import linear
+
 SLICE_ELEMENTS = 2**23  # logits alive at once in one slice, about
 
 
@@ -58,7 +60,7 @@ def _summed(features, head, targets, weights, z_loss, softcap):
 def _summed_fwd(features, head, targets, weights, z_loss, softcap):
   total = jnp.zeros((), jnp.float32)
   nll = jnp.zeros(features.shape[:1], jnp.float32)
-  dfeatures, dhead = [], jnp.zeros(head.shape, jnp.float32)
+  dfeatures, dhead = [], jnp.zeros(head.shape[::-1], jnp.float32)
   into = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   for part in _slices(features, head):
     x, labels, weight = features[:, part], targets[:, part], weights[:, part]
@@ -71,9 +73,10 @@ def _summed_fwd(features, head, targets, weights, z_loss, softcap):
     dlogits = dlogits - jnp.where(hit, weight[..., None], 0.0)
     dlogits = (dlogits * slope).astype(features.dtype)  # [B, t, V]
     dfeatures.append(into('BTV,VD->BTD', dlogits, head))
-    dhead = dhead + into('BTV,BTD->VD', dlogits, x)
+    # [D, V]: of the two operands x is the one that is cheap to transpose.
+    dhead = dhead + into('BTD,BTV->DV', x, dlogits)
   dfeatures = jnp.concatenate(dfeatures, axis=1).astype(features.dtype)
-  return (total, nll), (dfeatures, dhead.astype(head.dtype))
+  return (total, nll), (dfeatures, linear.transposed(dhead).astype(head.dtype))
 
 
 def _summed_bwd(z_loss, softcap, residuals, grads):

@@ -7,13 +7,16 @@ of two leaves per layer and nothing else.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from gqa import attention, sharding
+from gqa import attention, linear, sharding
 from gqa.config import ModelConfig
 
 Params = dict[str, Any]
@@ -30,7 +33,7 @@ class Projection(nn.Module):
   """A kernel contracted with the trailing axes of its input, and a bias.
 
   `shape` is the kernel's; its first `inputs` axes are contracted. Parameters
-  are float32 and are cast to the input's dtype.
+  are float32.
   """
 
   shape: tuple[int, ...]
@@ -38,24 +41,33 @@ class Projection(nn.Module):
   use_bias: bool = False
   init_scale: float = 1.0
 
-  @nn.compact
+  def setup(self):
+    fan_in = math.prod(self.shape[: self.inputs])
+    init = nn.initializers.normal(self.init_scale * fan_in**-0.5)
+    self.kernel = self.param('kernel', init, self.shape, jnp.float32)
+    if self.use_bias:
+      self.bias = self.param(
+        'bias', nn.initializers.zeros, self.shape[self.inputs :], jnp.float32
+      )
+
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., inputs] -> [..., outputs], in x's dtype."""
-    fan_in = 1
-    for size in self.shape[: self.inputs]:
-      fan_in *= size
-    init = nn.initializers.normal(self.init_scale * fan_in**-0.5)
-    kernel = self.param('kernel', init, self.shape, jnp.float32)
-    axes = tuple(range(self.inputs))
-    trailing = tuple(x.ndim - self.inputs + axis for axis in axes)
-    y = jax.lax.dot_general(
-      x, kernel.astype(x.dtype), ((trailing, axes), ((), ()))
-    )
+    return self.add_bias(linear.project(x, self.kernel, self.inputs))
+
+  def add_bias(self, y: jax.Array) -> jax.Array:
+    """Adds the bias, if there is one."""
     if not self.use_bias:
       return y
-    shape = self.shape[self.inputs :]
-    bias = self.param('bias', nn.initializers.zeros, shape, jnp.float32)
-    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + shape)
+    shape = (1,) * (y.ndim - self.bias.ndim) + self.bias.shape
+    return y + self.bias.astype(y.dtype).reshape(shape)
+
+
+def project_all(
+  x: jax.Array, projections: Sequence[Projection]
+) -> list[jax.Array]:
+  """Applies projections of one shape to the same input, as one product."""
+  outs = linear.project_all(x, [p.kernel for p in projections])
+  return [p.add_bias(y) for p, y in zip(projections, outs, strict=True)]
 
 
 class Norm(nn.Module):
@@ -93,9 +105,14 @@ class Attention(nn.Module):
     """[B, T, D] -> [B, T, D]."""
     c = self.config
     D, N, K, H = c.embed_dim, c.num_heads, self.num_kv_heads, c.head_dim
-    q = Projection((D, N, H), use_bias=c.qkv_bias, name='query')(x)
-    k = Projection((D, K, H), use_bias=c.qkv_bias, name='key')(x)
-    v = Projection((D, K, H), use_bias=c.qkv_bias, name='value')(x)
+    query = Projection((D, N, H), use_bias=c.qkv_bias, name='query')
+    key = Projection((D, K, H), use_bias=c.qkv_bias, name='key')
+    value = Projection((D, K, H), use_bias=c.qkv_bias, name='value')
+    if K == N:
+      q, k, v = project_all(x, [query, key, value])
+    else:
+      q = query(x)
+      k, v = project_all(x, [key, value])
     if c.qk_norm:
       q = Norm('rmsnorm', c.norm_eps, name='query_norm')(q)
       k = Norm('rmsnorm', c.norm_eps, name='key_norm')(k)
@@ -134,17 +151,37 @@ class Mlp(nn.Module):
     c = self.config
     D, F, bias = c.embed_dim, c.mlp_dim, c.mlp_bias
     activation = ACTIVATIONS[c.mlp]
-    up = Projection((D, F), use_bias=bias, name='up')(x)
+    up = Projection((D, F), use_bias=bias, name='up')
     if c.gated:
-      up = activation(Projection((D, F), use_bias=bias, name='gate')(x)) * up
+      gate = Projection((D, F), use_bias=bias, name='gate')
+      hidden = gated(activation, *project_all(x, [gate, up]))
     else:
-      up = activation(up)
+      hidden = activation(up(x))
     return Projection(
       (F, D),
       use_bias=bias,
       init_scale=(2 * c.num_layers) ** -0.5,
       name='down',
-    )(up)
+    )(hidden)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+  """activation(gate) * up, which keeps nothing else for its gradient."""
+  return activation(gate) * up
+
+
+def _gated_fwd(activation, gate, up):
+  return gated(activation, gate, up), (gate, up)
+
+
+def _gated_bwd(activation, residuals, grad):
+  gate, up = residuals
+  y, pull = jax.vjp(activation, gate)
+  return *pull(grad * up), grad * y
+
+
+gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 class Layer(nn.Module):
@@ -318,5 +355,5 @@ def _remat(layer: type[nn.Module], policy: str) -> type[nn.Module]:
     return layer
   if policy == 'full':
     return nn.remat(layer)
-  saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-  return nn.remat(layer, policy=saveable)
+  saved = jax.checkpoint_policies.save_only_these_names(linear.SAVED)
+  return nn.remat(layer, policy=saved)

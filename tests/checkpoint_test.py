@@ -1,4 +1,7 @@
 import json
+import math
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -80,6 +83,18 @@ def save_one(workdir, state=None, **kwargs):
 
 def saved_steps(workdir):
   return sorted(int(p.name) for p in (workdir / 'checkpoints').iterdir())
+
+
+def run_python(script, timeout=None):
+  tests = pathlib.Path(__file__).parent
+  path = os.pathsep.join([str(tests), str(tests.parent)])
+  return subprocess.run(
+    [sys.executable, '-c', script],
+    env={**os.environ, 'PYTHONPATH': path},
+    timeout=timeout,
+    capture_output=True,
+    text=True,
+  )
 
 
 def assert_bit_equal(tree, other):
@@ -247,7 +262,7 @@ def test_parameters_alone_are_saved_once(tmp_path):
 
 def test_latest_and_best_are_kept_independently(tmp_path):
   state = make_state()
-  losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: float('nan'), 6: 5.0, 7: None}
+  losses = {1: math.nan, 2: 1.0, 3: None, 4: 2.0, 5: 3.0, 6: 5.0, 7: None}
   with open_run(tmp_path, keep_latest=2, keep_best=2) as checkpointer:
     for step, loss in losses.items():
       state = state.replace(step=jnp.int32(step))
@@ -289,15 +304,23 @@ def test_saves_at_multiples_when_forced_and_never_twice(tmp_path):
     assert not checkpointer.save(state, DATA, {}, force=True)
 
 
-def test_a_failed_final_save_raises_with_its_step(tmp_path):
-  state = make_state(step=5)
-  with pytest.raises(OSError, match='step 7 in'):
-    with open_run(tmp_path) as checkpointer:
-      checkpointer.save(state, DATA, {})
-      checkpointer.wait()
-      shutil.rmtree(tmp_path / 'checkpoints')
-      (tmp_path / 'checkpoints').write_text('in the way')
-      checkpointer.save(state.replace(step=jnp.int32(7)), DATA, {}, force=True)
+def test_a_failed_final_save_ends_the_process_with_its_step(tmp_path):
+  script = f"""
+import pathlib, shutil
+import checkpoint_test
+workdir = pathlib.Path({str(tmp_path)!r})
+state = checkpoint_test.make_state(step=5)
+with checkpoint_test.open_run(workdir) as checkpointer:
+  checkpointer.save(state, {{}}, {{}})
+  checkpointer.wait()
+  shutil.rmtree(workdir / 'checkpoints')
+  (workdir / 'checkpoints').write_text('in the way')
+  checkpointer.save(state.replace(step=7), {{}}, {{}}, force=True)
+"""
+  done = run_python(script, timeout=100)
+  assert done.returncode == 1
+  last = done.stderr.splitlines()[-1]
+  assert last.startswith('OSError: Saving the checkpoint of step 7 in')
 
 
 def test_a_save_that_fails_in_the_background_raises_at_exit(
@@ -439,7 +462,6 @@ checkpoint.save_params({str(tmp_path)!r}, {{'a': jnp.ones(3)}}, {{}})
 checkpoint.load_params({str(tmp_path)!r})
 absl.logging.info('ours')
 """
-  done = subprocess.run(
-    [sys.executable, '-c', script], capture_output=True, text=True, check=True
-  )
-  assert [line for line in done.stderr.splitlines() if 'ours' not in line] == []
+  done = run_python(script)
+  assert done.returncode == 0
+  assert len(done.stderr.splitlines()) == 1 and 'ours' in done.stderr

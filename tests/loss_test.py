@@ -200,3 +200,14 @@ def test_bfloat16_features_are_summed_in_float32(slices):
     np.testing.assert_allclose(
       np.float32(got), 3.0 * want, rtol=0.03, atol=0.05
     )
+
+
+def test_bfloat16_gradients_are_rounded_once_whatever_the_slices(monkeypatch):
+  arrays = inputs(jnp.bfloat16)
+  _, whole = values_and_grads(*arrays)
+  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', 1)
+  _, sliced = values_and_grads(*arrays)
+  for got, want in zip(sliced, whole, strict=True):
+    np.testing.assert_allclose(
+      np.float32(got), np.float32(want), rtol=2.0**-7, atol=1e-4
+    )

@@ -3,6 +3,7 @@ import io
 import json
 import math
 import sys
+import time
 import types
 import urllib.request
 
@@ -111,6 +112,15 @@ def test_starting_again_from_nothing_forgets_everything(tmp_path):
   write_life(tmp_path, [1], offset=0.5).close()
   assert read_curve(tmp_path)[:2] == ([1], [1.5])
   assert [line['loss'] for line in read_lines(tmp_path)] == [1.5]
+
+
+def test_the_file_of_a_later_life_is_read_later(tmp_path):
+  write_life(tmp_path, [1]).close()
+  name = event_files(tmp_path)[0].name.split('.')
+  earlier = tmp_path / '.'.join([*name[:3], str(int(time.time())), 'z'])
+  event_files(tmp_path)[0].rename(earlier)
+  write_life(tmp_path, [2], first_step=2).close()
+  assert event_files(tmp_path)[0] == earlier
 
 
 def test_resuming_opens_a_session_at_its_first_step(tmp_path):

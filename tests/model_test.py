@@ -229,6 +229,38 @@ def test_logits_match_an_independent_float64_decoder(name):
   np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize('name', ['base', 'gpt2-like', 'gemma-like'])
+def test_gradients_match_finite_differences_of_that_decoder(name):
+  config = make(**CONFIGS[name], num_layers=1)
+  params, tokens = random_params(config), random_tokens()
+  cotangent = np.random.default_rng(3).normal(size=(B, T, 17))
+
+  def objective(params):
+    logits = model.Decoder(config).apply({'params': params}, tokens, *PACKED)
+    return (logits * cotangent.astype(np.float32)).sum()
+
+  def reference(params):
+    logits = numpy_decoder(config, params, tokens, *PACKED)
+    return (logits * cotangent).sum()
+
+  grads = flat(jax.jit(jax.grad(objective))(params))
+  leaves, structure = jax.tree.flatten(
+    jax.tree.map(lambda x: x.astype(np.float64), params)
+  )
+  rng = np.random.default_rng(4)
+  for i, (path, grad) in enumerate(grads.items()):
+    direction = rng.normal(size=grad.shape)
+    direction /= np.linalg.norm(direction)
+    moved = [
+      structure.unflatten([*leaves[:i], leaves[i] + step, *leaves[i + 1 :]])
+      for step in (1e-5 * direction, -1e-5 * direction)
+    ]
+    slope = (reference(moved[0]) - reference(moved[1])) / 2e-5
+    np.testing.assert_allclose(
+      (grad * direction).sum(), slope, rtol=1e-3, atol=1e-3, err_msg=path
+    )
+
+
 def test_the_numpy_comparison_covers_every_field():
   elsewhere = {'dropout', 'dtype', 'attention', 'remat'}
   sizes = {f.name for f in dataclasses.fields(ModelConfig)} - elsewhere
@@ -371,11 +403,13 @@ def test_published_sizes_without_memory(sizes, num_params):
 
 
 def test_head_rows_are_the_head_that_makes_the_logits():
-  for config in (make(), make(tie_embeddings=False)):
+  for tied in (True, False):
+    config = make(num_layers=1, tie_embeddings=tied)
     params, tokens = random_params(config), random_tokens()
-    features = model.Decoder(config).apply(
-      {'params': params}, tokens, method='features'
+    apply = jax.jit(
+      functools.partial(model.Decoder(config).apply, method='features')
     )
+    features = apply({'params': params}, tokens)
     np.testing.assert_allclose(
       features @ model.head_rows(config, params).T,
       logits_of(config, params, tokens),
@@ -407,23 +441,22 @@ def test_packed_documents_have_the_logits_they_have_alone(position):
   config = make(position=position)
   params = random_params(config)
   lengths = [4, 5, 3]
-  packed = random_tokens((1, T))
-  positions = np.concatenate([np.arange(n) for n in lengths])[None]
-  segments = np.repeat([1, 2, 3], lengths)[None]
-  together = logits_of(
-    config, params, packed, positions.astype(np.int32), segments
+  documents = np.split(random_tokens((T,)), np.cumsum(lengths)[:-1])
+  rows = lambda x: np.tile(x, (3, 1)).astype(np.int32)
+  counted = rows(np.arange(T)), rows(np.ones(T))
+  restarted = (
+    rows(np.concatenate([np.arange(n) for n in lengths])),
+    rows(np.repeat([1, 2, 3], lengths)),
   )
-  alone = np.zeros((3, T), np.int32)  # Each document and what follows it.
-  ends = np.cumsum(lengths)
-  for row, (end, n) in enumerate(zip(ends, lengths, strict=True)):
-    alone[row, :n] = packed[0, end - n : end]
-  alone = logits_of(config, params, alone)
-  for row, (end, n) in enumerate(zip(ends, lengths, strict=True)):
-    np.testing.assert_allclose(
-      together[0, end - n : end], alone[row, :n], atol=1e-5
-    )
-  mixed = logits_of(config, params, packed)
-  assert np.abs(mixed[0, 4:] - together[0, 4:]).max() > 1e-3
+  packed = rows(np.concatenate(documents))
+  together = logits_of(config, params, packed, *restarted)[0]
+  padded = np.stack([np.pad(d, (0, T - len(d))) for d in documents])
+  alone = logits_of(config, params, padded, *counted)
+  parts = np.split(together, np.cumsum(lengths)[:-1])
+  for part, own, length in zip(parts, alone, lengths, strict=True):
+    np.testing.assert_allclose(part, own[:length], atol=1e-5)
+  mixed = logits_of(config, params, packed, *counted)[0]
+  assert np.abs(mixed[4:] - together[4:]).max() > 1e-3
 
 
 def expand_kv(params, num_heads, expand):
@@ -469,7 +502,7 @@ def test_more_tokens_than_max_len_are_refused():
 
 @pytest.mark.parametrize('fields', [{}, {'sliding_window': 3}])
 def test_all_attention_implementations_give_the_same_logits(fields):
-  config = make(attention='einsum', **fields)
+  config = make(attention='einsum', num_layers=1, **fields)
   params, tokens = random_params(config), random_tokens()
   expected = logits_of(config, params, tokens, *PACKED)
   for name in ('auto', 'blockwise', 'fused'):
@@ -510,11 +543,12 @@ def test_recomputing_gives_the_same_gradients_and_keeps_less():
 
 
 def test_dropout_is_off_by_default_and_drawn_from_the_key():
-  params, tokens = random_params(BASE), random_tokens()
+  config = make(num_layers=1)
+  params, tokens = random_params(config), random_tokens()
 
   @functools.partial(jax.jit, static_argnums=(0, 1))
   def features(dropout, deterministic, key):
-    return model.Decoder(make(dropout=dropout)).apply(
+    return model.Decoder(dataclasses.replace(config, dropout=dropout)).apply(
       {'params': params},
       tokens,
       deterministic=deterministic,
@@ -530,13 +564,46 @@ def test_dropout_is_off_by_default_and_drawn_from_the_key():
   assert np.abs(dropped - plain).max() > 1e-2
   assert np.abs(features(0.5, False, 1) - dropped).max() > 1e-2
   np.testing.assert_allclose(
-    logits_of(make(dropout=0.5), params, tokens),
-    logits_of(BASE, params, tokens),
+    logits_of(dataclasses.replace(config, dropout=0.5), params, tokens),
+    logits_of(config, params, tokens),
     atol=1e-6,
   )
 
 
-@pytest.mark.parametrize('name', ['base', 'gpt2-like', 'gemma-like'])
+def test_dropout_reaches_embeddings_and_both_branches():
+  config = make(num_layers=1, out_bias=True, mlp_bias=True, dropout=0.5)
+  nothing = jax.tree.map(np.zeros_like, random_params(config))
+
+  @jax.jit
+  def features(params):
+    return model.Decoder(config).apply(
+      {'params': params},
+      random_tokens(),
+      deterministic=False,
+      method='features',
+      rngs={'dropout': jax.random.key(0)},
+    )
+
+  # Only one of these writes to the residual stream, the same everywhere.
+  for source in (
+    'embed/embedding',
+    'layer_0/attention/out/bias',
+    'layer_0/mlp/down/bias',
+  ):
+    params = jax.tree_util.tree_map_with_path(
+      lambda path, leaf, source=source: (
+        np.ones_like(leaf)
+        if jax.tree_util.keystr(path, simple=True, separator='/')
+        in (source, 'final_norm/scale')
+        else leaf
+      ),
+      nothing,
+    )
+    dropped = np.asarray(features(params)) == 0
+    assert 0.3 < dropped.mean() < 0.7, source
+
+
+@pytest.mark.parametrize('name', ['gpt2-like', 'gemma-like'])
 def test_bfloat16_computes_near_float32_and_keeps_its_parameters(name):
   config = make(**CONFIGS[name])
   half = dataclasses.replace(config, dtype='bfloat16')
@@ -554,6 +621,27 @@ def test_bfloat16_computes_near_float32_and_keeps_its_parameters(name):
   exact = logits_of(config, params, tokens)
   assert logits.dtype == jnp.float32
   assert 0 < np.abs(logits - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+def test_bfloat16_gradients_are_float32_and_near_the_exact_ones():
+  config = make(num_layers=1, dtype='bfloat16')
+  params, tokens = random_params(config), random_tokens()
+  cotangent = np.random.default_rng(3).normal(size=(B, T, 17))
+
+  def grads(dtype):
+    decoder = model.Decoder(dataclasses.replace(config, dtype=dtype))
+
+    def objective(params):
+      logits = decoder.apply({'params': params}, tokens, *PACKED)
+      return (logits * cotangent.astype(np.float32)).sum()
+
+    return flat(jax.jit(jax.grad(objective))(params))
+
+  half = grads('bfloat16')
+  for path, exact in grads('float32').items():
+    assert half[path].dtype == jnp.float32
+    error = np.linalg.norm(half[path] - exact)
+    assert error < 0.05 * np.linalg.norm(exact), path
 
 
 def test_initial_parameters_differ_by_key_and_layer_and_predict_nothing():
