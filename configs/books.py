@@ -38,5 +38,4 @@ def get_config():
   config.eval.every_steps = 250
   config.eval.num_batches = 40
   config.checkpoint.every_steps = 250
-  config.mesh.cpu_devices = 2
   return config

@@ -30,7 +30,7 @@ EvalStep = Callable[[model_lib.Params, dict[str, jax.Array]], Any]
 
 
 def make_eval_step(config: ModelConfig) -> EvalStep:
-  """Returns a compiled (params, batch) -> cross-entropy of each row, [B]."""
+  """Returns a compiled (params, batch) -> sums of cross-entropy and weights."""
   decoder = model_lib.Decoder(config)
 
   @jax.jit
@@ -49,7 +49,7 @@ def make_eval_step(config: ModelConfig) -> EvalStep:
       batch['weights'],
       softcap=config.logit_softcap,
     )
-    return nll
+    return nll.sum(), batch['weights'].sum()
 
   return eval_step
 
@@ -62,14 +62,17 @@ def evaluate(
   tokens: data.TokenFile,
 ) -> dict[str, float]:
   """Sums over `batches` of `tokens`; see `summarize`."""
-  sums = []
+  sums, pending = [], None
   for batch in batches:
     batch.pop('index')
-    placed = sharding.put_batch(batch, mesh)
     with jax.set_mesh(mesh):
-      sums.append((eval_step(params, placed), placed['weights'].sum()))
-  sums = jax.device_get(sums)
-  nll = math.fsum(np.asarray(rows, np.float64).sum() for rows, _ in sums)
+      running = eval_step(params, sharding.put_batch(batch, mesh))
+    # Fetched while the next batch is computed.
+    if pending is not None:
+      sums.append(jax.device_get(pending))
+    pending = running
+  sums.append(jax.device_get(pending))
+  nll = math.fsum(float(s) for s, _ in sums)
   targets = math.fsum(float(count) for _, count in sums)
   return summarize(nll, targets, tokens)
 

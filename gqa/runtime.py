@@ -27,6 +27,10 @@ def start(config) -> None:
   """
   keep_freed_memory()
   sharding.set_cpu_devices(config.mesh.cpu_devices)
+  # Devices of one CPU share its threads: programs that run at the same time
+  # can each hold the thread that the other one's collective waits for.
+  if config.mesh.cpu_devices > 1:
+    jax.config.update('jax_cpu_enable_async_dispatch', False)
   sharding.initialize_distributed()
   cache_compiled_programs(config.compilation_cache)
 
