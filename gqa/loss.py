@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from gqa import linear
 
 SLICE_ELEMENTS = 2**23  # logits alive at once in one slice, about
+MAX_SLICES = 16  # slices are unrolled: the program's size grows with them
 
 
 def cross_entropy(
@@ -90,10 +91,10 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 def _slices(features, head):
-  """Slices of positions that hold about SLICE_ELEMENTS logits each."""
+  """Slices of positions of about SLICE_ELEMENTS logits, or MAX_SLICES."""
   B, T, _ = features.shape
   count = -(-B * T * head.shape[0] // SLICE_ELEMENTS)
-  size = -(-T // min(count, T))
+  size = -(-T // min(count, T, MAX_SLICES))
   return [slice(start, min(start + size, T)) for start in range(0, T, size)]
 
 

@@ -91,6 +91,11 @@ def model_config(config):
   return ModelConfig.from_dict(config.model.to_dict())
 
 
+def start(config, optimizer):
+  make = lambda: train.init_state(model_config(config), optimizer, 0)
+  return jax.jit(make)()
+
+
 def test_resumed_run_equals_uninterrupted_run_to_the_bit(
   config, tmp_path, monkeypatch
 ):
@@ -114,7 +119,7 @@ def test_dropout_differs_between_steps(config):
   config.model.dropout = 0.5
   config.optim.learning_rate = 0.0
   optimizer, step = train.make_train_step(config, model_config(config))
-  state = train.init_state(model_config(config), optimizer, 0)
+  state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0))
   step = jax.jit(step)
   state, first = step(state, batch)
@@ -133,7 +138,7 @@ def test_accumulation_divides_once_by_all_valid_tokens(config):
   for accum in (1, 4):
     config.train.grad_accum = accum
     optimizer, step = train.make_train_step(config, model_config(config))
-    state = train.init_state(model_config(config), optimizer, 0)
+    state = start(config, optimizer)
     step = jax.jit(step)
     for _ in range(3):
       state, values = step(state, batch)
@@ -145,6 +150,28 @@ def test_accumulation_divides_once_by_all_valid_tokens(config):
   )
 
 
+def test_chains_do_not_change_an_update(config, monkeypatch):
+  batch = one_batch(np.random.default_rng(0))
+  batch['weights'][::2, 3:] = 0
+  params, losses = [], []
+  for chains in (1, 2, 3):  # 3 does not divide 8 rows
+    monkeypatch.setattr(train, 'CHAINS', {'cpu': chains})
+    optimizer, step = train.make_train_step(config, model_config(config))
+    state = start(config, optimizer)
+    text = jax.jit(step).lower(state, batch).as_text()
+    assert ('tensor<4x16x16xf32>' in text) == (chains == 2)
+    state, values = jax.jit(step)(state, batch)
+    params.append(state.params)
+    losses.append(values['train/loss'])
+  np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+  jax.tree.map(
+    lambda *leaves: np.testing.assert_allclose(
+      np.stack(leaves), np.stack(leaves[:1] * 3), atol=1e-5
+    ),
+    *params,
+  )
+
+
 def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
   config.train.grad_accum = 2
   sums = lambda features, head, targets, weights, **_: (
@@ -153,7 +180,7 @@ def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
   monkeypatch.setattr(train.loss_lib, 'cross_entropy', sums)
   _, step = train.make_train_step(config, model_config(config))
   optimizer, _ = train.make_train_step(config, model_config(config))
-  state = train.init_state(model_config(config), optimizer, 0)
+  state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0), rows=2, length=100)
   batch['positions'] = np.minimum(batch['positions'], 15)
   config.model.max_len = 100
@@ -166,7 +193,7 @@ def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
 
 def test_update_that_is_not_finite_is_skipped_and_counted(config):
   optimizer, step = train.make_train_step(config, model_config(config))
-  state = train.init_state(model_config(config), optimizer, 0)
+  state = start(config, optimizer)
   step = jax.jit(step)
   good = one_batch(np.random.default_rng(0))
   bad = good | {'weights': np.full((8, 16), np.nan, np.float32)}
@@ -240,7 +267,7 @@ def test_state_is_donated(config):
   mesh = train.sharding.make_mesh(config.mesh)
   shardings = train.sharding.state_shardings(abstract, mesh, mc)
   fn = train.compile_steps(step, mesh, shardings)
-  state = jax.device_put(train.init_state(mc, optimizer, 0), shardings)
+  state = jax.device_put(start(config, optimizer), shardings)
   batch = jax.tree.map(lambda x: x[None], one_batch(np.random.default_rng(0)))
   with jax.set_mesh(mesh):
     fn(state, train.sharding.put_batch(batch, mesh, axis=1))
@@ -252,7 +279,7 @@ def test_parameters_and_moments_stay_float32_under_bfloat16(config, name):
   config.model.dtype = 'bfloat16'
   config.optim.name = name
   optimizer, step = train.make_train_step(config, model_config(config))
-  state = train.init_state(model_config(config), optimizer, 0)
+  state = start(config, optimizer)
   state, _ = jax.eval_shape(step, state, one_batch(np.random.default_rng(0)))
   for leaf in jax.tree.leaves((state.params, state.opt_state)):
     assert leaf.dtype in (jnp.float32, jnp.int32)
@@ -271,18 +298,18 @@ def test_every_mesh_gives_the_loss_of_one_device(
   config.mesh.update(data=data_axis, fsdp=fsdp, model=model)
   mc = model_config(config)
   optimizer, step = train.make_train_step(config, mc)
-  start = train.init_state(mc, optimizer, 0)
+  first = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0), vocab=264)
-  alone = start
+  alone = first
   single = jax.jit(step)
   for _ in range(2):
     alone, expected = single(alone, batch)
 
   mesh = train.sharding.make_mesh(config.mesh)
-  abstract = jax.eval_shape(lambda: start)
+  abstract = jax.eval_shape(lambda: first)
   shardings = train.sharding.state_shardings(abstract, mesh, mc)
   fn = train.compile_steps(step, mesh, shardings)
-  state = jax.device_put(start, shardings)
+  state = jax.device_put(first, shardings)
   batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
   with jax.set_mesh(mesh):
     _, values = fn(state, train.sharding.put_batch(batches, mesh, axis=1))
