@@ -30,7 +30,6 @@ SHAPES = {
 SYSTEMS = {
   # name: (program, options)
   'gqa': ('gqa', {}),
-  'gqa, 2 devices': ('gqa', {'devices': 2}),
   'gqa, 1 of all KV heads': ('gqa', {'num_kv_heads': 1}),
   'gqa bf16': ('gqa', {'dtype': 'bfloat16'}),
   'transformers': ('transformers', {}),
@@ -53,7 +52,6 @@ def gqa_program(shape, options):
 
   config = base.get_config()
   config.compilation_cache = ''
-  config.mesh.cpu_devices = options.get('devices', 1)
   config.train.batch_size, config.train.seq_len = shape.batch, shape.length
   config.train.steps_per_call = options['steps']
   config.model.update(

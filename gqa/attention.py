@@ -193,12 +193,34 @@ def blockwise_attention(
   diagonal in one product. Longer inputs loop over square tiles with a running
   softmax, so memory is linear in T and the program's size does not grow.
   """
+  out = _blockwise(*_head_major(q, k, v), segments, window, block)
+  return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def blockwise_with_lse(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array | None,
+  window: int | None = None,
+  block: int = BLOCK,
+) -> tuple[jax.Array, jax.Array]:
+  """`blockwise_attention` to be merged with attention to other keys.
+
+  It has no gradient of its own.
+
+  Returns:
+    [B, K, G, T, H] in q's dtype, and the log-sum-exp of scores [B, K, G, T].
+  """
+  return _forward(*_head_major(q, k, v), segments, window, block)
+
+
+def _head_major(q, k, v):
+  """[B, T, heads, H] -> q [B, K, G, T, H] and k, v [B, K, T, H]."""
   B, T, N, H = q.shape
   K = k.shape[2]
-  rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-  out = _blockwise(rows, keys, values, segments, window, block)
-  return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+  q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+  return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -2,7 +2,8 @@
 
 Every parameter tree has the same four attention kernels, query, key, value
 and out, whatever num_kv_heads is: converting a checkpoint changes the shape
-of two leaves per layer and nothing else.
+of two leaves per layer and nothing else. The cache of a decoding model is an
+argument and a return value.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from gqa import attention, linear, sharding
+from gqa import attention, cached_attention, linear, sharding
+from gqa.cache import KVCache, LayerCache, check_room
 from gqa.config import ModelConfig
 
 Params = dict[str, Any]
@@ -63,9 +65,15 @@ class Projection(nn.Module):
 
 
 def project_all(
-  x: jax.Array, projections: Sequence[Projection]
+  x: jax.Array, projections: Sequence[Projection], together: bool
 ) -> list[jax.Array]:
-  """Applies projections of one shape to the same input, as one product."""
+  """Applies projections of one shape to the same input.
+
+  As one product they are faster over many tokens. For the few of a decoding
+  step the copy of the kernels into one would cost more than the products.
+  """
+  if not together:
+    return [p(x) for p in projections]
   outs = linear.project_all(x, [p.kernel for p in projections])
   return [p.add_bias(y) for p, y in zip(projections, outs, strict=True)]
 
@@ -92,6 +100,20 @@ class Norm(nn.Module):
     return y.astype(x.dtype)
 
 
+class Past(NamedTuple):
+  """What a layer attends to besides its input."""
+
+  layer: LayerCache
+  length: jax.Array  # of the KVCache, as starts
+  starts: jax.Array
+  fresh: bool  # whether length is known to be 0
+
+  @property
+  def arrays(self):
+    """The arguments of `cached_attention.attend` after q, k and v."""
+    return self.layer, self.length, self.starts
+
+
 class Attention(nn.Module):
   """Projects to heads, attends, projects back (Ainslie et al., section 2.2)."""
 
@@ -100,19 +122,24 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, angles: jax.Array | None, segments: jax.Array | None
-  ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
+    self,
+    x: jax.Array,
+    angles: jax.Array | None,
+    segments: jax.Array | None = None,
+    past: Past | None = None,
+  ) -> tuple[jax.Array, LayerCache | None]:
+    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens."""
     c = self.config
     D, N, K, H = c.embed_dim, c.num_heads, self.num_kv_heads, c.head_dim
     query = Projection((D, N, H), use_bias=c.qkv_bias, name='query')
     key = Projection((D, K, H), use_bias=c.qkv_bias, name='key')
     value = Projection((D, K, H), use_bias=c.qkv_bias, name='value')
+    together = past is None
     if K == N:
-      q, k, v = project_all(x, [query, key, value])
+      q, k, v = project_all(x, [query, key, value], together)
     else:
       q = query(x)
-      k, v = project_all(x, [key, value])
+      k, v = project_all(x, [key, value], together)
     if c.qk_norm:
       q = Norm('rmsnorm', c.norm_eps, name='query_norm')(q)
       k = Norm('rmsnorm', c.norm_eps, name='key_norm')(k)
@@ -123,21 +150,32 @@ class Attention(nn.Module):
     q = sharding.constrain(q, ('batch', None, 'heads', None))
     k = sharding.constrain(k, ('batch', None, 'kv_heads', None))
     v = sharding.constrain(v, ('batch', None, 'kv_heads', None))
-    out = attention.attention(
-      q,
-      k,
-      v,
-      segments,
-      window=c.sliding_window,
-      implementation=c.attention,
-    )
-    return Projection(
+    options = dict(window=c.sliding_window, implementation=c.attention)
+    layer = None
+    if past is None:
+      out = attention.attention(q, k, v, segments, **options)
+    else:
+      out, layer = cached_attention.attend(
+        q, k, v, *past.arrays, fresh=past.fresh, **options
+      )
+      layer = _constrain(layer)
+    project = Projection(
       (N, H, D),
       inputs=2,
       use_bias=c.out_bias,
       init_scale=(2 * c.num_layers) ** -0.5,
       name='out',
-    )(out)
+    )
+    return project(out), layer
+
+
+def _constrain(layer: LayerCache) -> LayerCache:
+  """Lays out a layer's cache like the keys and values that it takes."""
+  names = {'B': 'batch', 'K': 'kv_heads'}
+  constrain = lambda x, axes: sharding.constrain(x, [*map(names.get, axes)])
+  return layer.replace(
+    k=constrain(layer.k, layer.k_axes), v=constrain(layer.v, layer.v_axes)
+  )
 
 
 class Mlp(nn.Module):
@@ -146,15 +184,15 @@ class Mlp(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
+  def __call__(self, x: jax.Array, together: bool = True) -> jax.Array:
+    """[B, T, D] -> [B, T, D]; `together` as in `project_all`."""
     c = self.config
     D, F, bias = c.embed_dim, c.mlp_dim, c.mlp_bias
     activation = ACTIVATIONS[c.mlp]
     up = Projection((D, F), use_bias=bias, name='up')
     if c.gated:
       gate = Projection((D, F), use_bias=bias, name='gate')
-      hidden = gated(activation, *project_all(x, [gate, up]))
+      hidden = gated(activation, *project_all(x, [gate, up], together))
     else:
       hidden = activation(up(x))
     return Projection(
@@ -193,21 +231,26 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, angles: jax.Array | None, segments: jax.Array | None
-  ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]."""
+    self,
+    x: jax.Array,
+    angles: jax.Array | None,
+    segments: jax.Array | None = None,
+    past: Past | None = None,
+  ) -> tuple[jax.Array, LayerCache | None]:
+    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens."""
     c = self.config
     drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
     normed = Norm(c.norm, c.norm_eps, name='attention_norm')(x)
     attend = Attention(c, self.num_kv_heads, name='attention')
-    mixed = drop(attend(normed, angles, segments))
+    mixed, layer = attend(normed, angles, segments, past)
+    mixed = drop(mixed)
     if not c.parallel_residual:
       x = x + mixed
     normed = Norm(c.norm, c.norm_eps, name='mlp_norm')(x)
-    x = x + drop(Mlp(c, name='mlp')(normed))
+    x = x + drop(Mlp(c, name='mlp')(normed, past is None))
     if c.parallel_residual:
       x = x + mixed
-    return sharding.constrain(x, ('batch', None, None))
+    return sharding.constrain(x, ('batch', None, None)), layer
 
 
 class Decoder(nn.Module):
@@ -230,25 +273,35 @@ class Decoder(nn.Module):
     tokens: jax.Array,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
+    cache: KVCache | None = None,
     *,
     deterministic: bool = True,
-  ) -> jax.Array:
+    fresh: bool = False,
+  ) -> jax.Array | tuple[jax.Array, KVCache]:
     """Returns [B, T, D] after the final norm, in the compute dtype.
 
     Args:
       tokens: [B, T] int32.
       positions: [B, T] int32 of each token in its document; None counts from
-        0.
+        0. A cache has its own.
       segments: [B, T] int32, the document of each token; attention stays
-        within. None: one document.
+        within. None: one document. A cache has its own.
+      cache: what came before the tokens; then the cache that holds them too
+        is returned beside the features.
       deterministic: False draws dropout from the rng 'dropout'.
+      fresh: whether the cache is known to be empty, which saves reading it.
 
     Raises:
-      ValueError: T exceeds max_len.
+      ValueError: T exceeds max_len, or the room of the cache.
     """
     c = self.config
     B, T = tokens.shape
-    if T > c.max_len:
+    if cache is not None:
+      check_room(cache, T)
+      slots = cache.length + jnp.arange(T, dtype=jnp.int32)
+      # What is left of a row's start is padding, at any position.
+      positions = jnp.maximum(slots[None] - cache.starts[:, None], 0)
+    elif T > c.max_len:
       raise ValueError(
         f'{T} tokens exceed max_len={c.max_len}; shorten the input or raise '
         'model.max_len.'
@@ -266,12 +319,20 @@ class Decoder(nn.Module):
       angles = attention.rope_angles(positions, c.rope_dim, c.rope_theta)
     x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
     x = sharding.constrain(x, ('batch', None, None))
-    layer = _remat(Layer, c.remat)
+    layer = _remat(Layer, c.remat if cache is None else 'none')
+    layers = []
     for i, num_kv_heads in enumerate(c.kv_heads):
-      x = layer(c, num_kv_heads, deterministic, name=f'layer_{i}')(
-        x, angles, segments
+      past = None
+      if cache is not None:
+        past = Past(cache.layers[i], cache.length, cache.starts, fresh)
+      x, new = layer(c, num_kv_heads, deterministic, name=f'layer_{i}')(
+        x, angles, segments, past
       )
-    return self.final_norm(x)
+      layers.append(new)
+    x = self.final_norm(x)
+    if cache is None:
+      return x
+    return x, cache.replace(layers=tuple(layers), length=cache.length + T)
 
   def __call__(
     self,
@@ -280,14 +341,15 @@ class Decoder(nn.Module):
     segments: jax.Array | None = None,
   ) -> jax.Array:
     """Returns float32 logits [B, T, V]; arguments as in `features`."""
-    x = self.features(tokens, positions, segments)
+    return self.logits(self.features(tokens, positions, segments))
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """Returns float32 logits [B, T, V] of features [B, T, D]."""
     if self.config.tie_embeddings:
       rows = self.embed.rows(x.dtype)
     else:
       rows = self.head.rows(x.dtype)
-    logits = jnp.einsum(
-      'BTD,VD->BTV', x, rows, preferred_element_type=jnp.float32
-    )
+    logits = linear.against_rows(x, rows)
     softcap = self.config.logit_softcap
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: sets up .venv, makes tokens of Shakespeare's
-# plays (or of TEXT), trains configs/tiny.py and evaluates it.
+# plays (or of TEXT), trains configs/tiny.py, evaluates it and lets it write.
 #   usage: scripts/quickstart.sh [TEXT]     a text file or a directory of them
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,4 +23,6 @@ fi
 $python -m gqa.train --config=configs/tiny.py --workdir="$run" \
   --config.data.path="$data"
 $python -m gqa.evaluate --checkpoint="$run" --step=best
+$python -m gqa.generate --checkpoint="$run" --step=best --prompt='To be, or not' \
+  --max_new_tokens=200
 echo "TensorBoard: .venv/bin/tensorboard --logdir $PWD/runs"

@@ -13,10 +13,13 @@ PACKAGE = ROOT / 'gqa'
 ALLOWED = {
   '__init__': set(),
   'attention': {'linear'},
+  'cache': set(),
+  'cached_attention': {'attention', 'cache'},
   'checkpoint': set(),
   'cli': set(),
   'config': set(),
   'data': {'cli', 'prepare', 'text', 'tokenizer'},
+  'decode': {'cache', 'config', 'model', 'sampling'},
   'evaluate': {
     'checkpoint',
     'cli',
@@ -28,10 +31,31 @@ ALLOWED = {
     'sharding',
     'tokenizer',
   },
+  'generate': {
+    'cache',
+    'checkpoint',
+    'cli',
+    'config',
+    'decode',
+    'evaluate',
+    'model',
+    'runtime',
+    'sampling',
+    'sharding',
+    'stopping',
+    'tokenizer',
+  },
   'linear': set(),
   'loss': {'linear'},
   'metrics': {'config'},
-  'model': {'attention', 'config', 'linear', 'sharding'},
+  'model': {
+    'attention',
+    'cache',
+    'cached_attention',
+    'config',
+    'linear',
+    'sharding',
+  },
   'optim': set(),
   'prepare': {'text', 'tokenizer'},
   'runtime': {'sharding'},
@@ -133,9 +157,14 @@ def test_the_package_imports_neither_configs_nor_another_framework(module):
   assert not roots(imports_of(module)) & FOREIGN
 
 
-@pytest.mark.parametrize('module', ['attention', 'linear', 'loss', 'sharding'])
+@pytest.mark.parametrize(
+  'module',
+  ['attention', 'cache', 'cached_attention', 'linear', 'loss', 'sharding'],
+)
 def test_arithmetic_needs_jax_only(module):
   allowed = {'gqa', 'jax', 'numpy'} | sys.stdlib_module_names
-  if module == 'attention':
+  if module in ('attention', 'cache', 'cached_attention'):
     allowed.remove('numpy')
+  if module == 'cache':
+    allowed.add('flax')
   assert roots(imports_of(module)) <= allowed

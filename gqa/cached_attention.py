@@ -1,0 +1,208 @@
+"""Attention of new tokens over the KV cache, at the cost of the live tokens.
+
+The cache is read in blocks of slots with a running softmax, from the first
+slot that a row may see to the last one written: a step costs what the live
+length costs, however large the cache is, and no row of scores is ever as long
+as the cache. Keys and values are read at their K heads, for the G query heads
+that share one in the same product.
+
+One new token is written first and then attends to the cache. Several new
+tokens attend to the cache and to each other apart, and the two results are
+merged by their log-sum-exp: a ring forgets a token that its first new
+neighbours still see, and among themselves new tokens need no cache.
+They see each other as the cache will show them, rounded to its type: it does
+not matter how a prompt is cut into chunks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gqa import attention
+from gqa import cache as cache_lib
+from gqa.cache import LayerCache
+
+BLOCK = 256  # slots read at a time
+ROWS = 128  # queries at a time
+
+
+def attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  layer: LayerCache,
+  length: jax.Array,
+  starts: jax.Array,
+  *,
+  window: int | None = None,
+  fresh: bool = False,
+  implementation: str = 'auto',
+) -> tuple[jax.Array, LayerCache]:
+  """Attends from T new tokens to all before them, and stores the new ones.
+
+  Args:
+    q: [B, T, N, H], scaled and rotated.
+    k: [B, T, K, H], rotated.
+    v: [B, T, K, H].
+    layer: the layer's cache, with room for T tokens.
+    length: [] int32, slots written before.
+    starts: [B] int32, first slot of each row that is no padding.
+    window: a token sees itself and window - 1 tokens before it. None: all.
+    fresh: whether length is known to be 0: there is no cache to read.
+    implementation: as in `attention.attention`, of a fresh cache.
+
+  Returns:
+    [B, T, N, H] in q's dtype, finite for padding too; and the layer's cache.
+  """
+  B, T, N, H = q.shape
+  K = k.shape[2]
+  (k, k_scale), (v, v_scale) = (cache_lib.encode(layer, x) for x in (k, v))
+  stored = cache_lib.write(layer, k, v, k_scale, v_scale, length)
+  grouped = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+  if T == 1:
+    out, _ = over_cache(grouped, stored, length + 1, length, starts, window)
+    return _ungroup(out, q), stored
+  k = cache_lib.decode(k, k_scale, q.dtype)
+  v = cache_lib.decode(v, v_scale, q.dtype)
+  slots = length + jnp.arange(T, dtype=jnp.int32)
+  segments = (slots[None, :] >= starts[:, None]).astype(jnp.int32)
+  if fresh:
+    out = attention.attention(
+      q, k, v, segments, window=window, implementation=implementation
+    )
+    return out, stored
+  among, among_lse = attention.blockwise_with_lse(q, k, v, segments, window)
+  past, past_lse = over_cache(grouped, layer, length, length, starts, window)
+  out = _merge(among, among_lse, past, past_lse)
+  return _ungroup(out, q), stored
+
+
+def over_cache(
+  q: jax.Array,
+  layer: LayerCache,
+  length: jax.Array,
+  first_query: jax.Array,
+  starts: jax.Array,
+  window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Attends to the cache alone, from queries that are not before its end.
+
+  Args:
+    q: [B, K, G, T, H].
+    layer: the layer's cache.
+    length: [] int32, slots written.
+    first_query: [] int32, the slot of the first query.
+    starts: [B] int32.
+    window: as in `attend`.
+
+  Returns:
+    [B, K, G, T, H] float32, and the log-sum-exp of its scores [B, K, G, T];
+    zeros and a very low number where nothing is visible.
+  """
+  B, K, G, T, H = q.shape
+  if T <= ROWS:
+    return _over_blocks(q, layer, length, first_query, starts, window)
+  chunks = -(-T // ROWS)
+  q = jnp.pad(q, ((0, 0),) * 3 + ((0, chunks * ROWS - T), (0, 0)))
+  q = jnp.moveaxis(q.reshape(B, K, G, chunks, ROWS, H), 3, 0)
+  firsts = first_query + ROWS * jnp.arange(chunks, dtype=jnp.int32)
+
+  def chunk(inputs):
+    return _over_blocks(inputs[0], layer, length, inputs[1], starts, window)
+
+  out, lse = lax.map(chunk, (q, firsts))
+  out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, H)[..., :T, :]
+  return out, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)[..., :T]
+
+
+def _over_blocks(q, layer, length, first_query, starts, window):
+  """`over_cache` with all queries at once."""
+  T, size = q.shape[3], layer.num_slots
+  block = min(BLOCK, size)
+  queries = first_query + jnp.arange(T, dtype=jnp.int32)
+  first, end = jnp.int32(0), jnp.minimum(length, size)
+  if not layer.ring:
+    left = jnp.min(starts)
+    if window is not None:
+      left = jnp.maximum(left, first_query - window + 1)
+    first = jnp.clip(left, 0, size) // block
+
+  def attend_block(index, carry):
+    out, top, total = carry
+    begin = index * block
+    at = jnp.minimum(begin, size - block)  # the last block ends with the cache
+    slots = at + jnp.arange(block, dtype=jnp.int32)
+    tokens = cache_lib.token_index(layer, slots, length)
+    held = (tokens >= 0) & (tokens < length) & (slots >= begin)
+    visible = held[None] & (tokens[None] >= starts[:, None])
+    visible = visible[:, None]  # [B, 1 or T, block]
+    if window is not None:
+      recent = queries[:, None] - tokens[None, :] < window
+      visible = visible & recent[None]
+    scores, values, scale = _block_scores(q, layer, at, block)
+    mask = visible[:, None, None]  # [B, 1, 1, 1 or T, block]
+    scores = jnp.where(mask, scores, attention.MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=-1))
+    weights = jnp.exp(scores - new_top[..., None])
+    weights = jnp.where(mask, weights, 0.0)
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + weights.sum(axis=-1)
+    if scale is not None:
+      weights = weights * scale
+    out = out * shrink[..., None] + jnp.einsum(
+      f'BKGTS,{layer.v_axes}->BKGTH',
+      weights.astype(q.dtype),
+      values,
+      preferred_element_type=jnp.float32,
+    )
+    return out, new_top, total
+
+  carry = (
+    jnp.zeros(q.shape, jnp.float32),
+    jnp.full(q.shape[:-1], attention.MASKED, jnp.float32),
+    jnp.zeros(q.shape[:-1], jnp.float32),
+  )
+  if block == size:
+    out, top, total = attend_block(jnp.int32(0), carry)
+  else:
+    last = (end + block - 1) // block
+    out, top, total = lax.fori_loop(first, last, attend_block, carry)
+  seen = total > 0
+  total = jnp.where(seen, total, 1.0)
+  lse = jnp.where(seen, top + jnp.log(total), attention.MASKED)
+  return out / total[..., None], lse
+
+
+def _block_scores(q, layer, first, count):
+  """Scores of a block [B, K, G, T, S], its values, and their scales."""
+  k, v, k_scale, v_scale = cache_lib.read(layer, first, count)
+  scores = jnp.einsum(
+    f'BKGTH,{layer.k_axes}->BKGTS',
+    q,
+    k.astype(q.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  if k_scale is None:
+    return scores, v.astype(q.dtype), None
+  heads_first = lambda x, axes: (
+    x.swapaxes(1, 2) if axes.startswith('BS') else x
+  )[:, :, None, None, :]
+  scores = scores * heads_first(k_scale, layer.k_axes)
+  return scores, v.astype(q.dtype), heads_first(v_scale, layer.v_axes)
+
+
+def _merge(a, a_lse, b, b_lse):
+  """Joins attention over two sets of keys; b may have seen nothing."""
+  top = jnp.maximum(a_lse, b_lse)
+  a_weight, b_weight = jnp.exp(a_lse - top), jnp.exp(b_lse - top)
+  total = (a_weight + b_weight)[..., None]
+  return (
+    a.astype(jnp.float32) * a_weight[..., None] + b * b_weight[..., None]
+  ) / total
+
+
+def _ungroup(out, like):
+  """[B, K, G, T, H] -> the shape [B, T, N, H] and dtype of `like`."""
+  return out.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
