@@ -488,7 +488,6 @@ class Run:
       f'step {step}: validation loss {result["loss"]:.4f}, '
       f'{result["bits_per_byte"]:.4f} bits per byte'
     )
-    self.result = result
     return result['loss']
 
   def _report(self, pending):

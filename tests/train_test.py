@@ -178,7 +178,6 @@ def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
     (0 * features.sum() + (targets * weights).sum(), (targets * weights).sum(1))
   )
   monkeypatch.setattr(train.loss_lib, 'cross_entropy', sums)
-  _, step = train.make_train_step(config, model_config(config))
   optimizer, _ = train.make_train_step(config, model_config(config))
   state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0), rows=2, length=100)
