@@ -30,18 +30,42 @@ def get_config():
   model.position = 'rope'  # 'rope' or 'learned'
   model.rope_theta = 10_000.0  # base of the RoPE wavelengths
   model.rope_fraction = 1.0  # part of head_dim that is rotated
+  # How wavelengths are stretched for longer sequences: 'none'; 'linear', all
+  # by rope_factor; 'llama3' or 'yarn', those that turn less than
+  # rope_slow_turns times in rope_original_len tokens by rope_factor, those
+  # that turn more than rope_fast_turns times not, and in between in part.
+  model.rope_scaling = 'none'
+  model.rope_factor = 1.0
+  model.rope_original_len = config_dict.placeholder(int)  # tokens
+  model.rope_slow_turns = 1.0
+  model.rope_fast_turns = 32.0  # Llama 3 has 4
+  model.rope_magnitude = 1.0  # factor of sines and cosines; 'yarn' only
+  # Base in layers with a window, which are not scaled; unset: as in others.
+  model.rope_local_theta = config_dict.placeholder(float)
   model.norm = 'rmsnorm'  # 'rmsnorm' or 'layernorm'
   model.norm_eps = 1e-6
-  model.mlp = 'swiglu'  # 'swiglu', 'geglu', 'gelu' or 'relu'
+  # On what enters a residual branch ('pre'), leaves it ('post'), or 'both'.
+  model.norm_position = 'pre'
+  model.norm_offset = False  # scales are kept as their difference from 1
+  # 'swiglu', 'geglu', 'gelu' (both by tanh), 'gelu_exact' (by erf) or 'relu'
+  model.mlp = 'swiglu'
   model.qkv_bias = False
   model.out_bias = False  # of the attention output projection
   model.mlp_bias = False
-  model.qk_norm = False  # RMSNorm of each query and key head before RoPE
+  model.qk_norm = False  # RMSNorm of queries and keys before RoPE
+  model.qk_norm_axes = 'head'  # each head apart, or all 'heads' as one
+  # Scores are divided by the root of this; unset: of head_dim.
+  model.query_scale_dim = config_dict.placeholder(int)
+  # Scores become softcap * tanh(scores / softcap); unset: none.
+  model.attention_softcap = config_dict.placeholder(float)
   model.sliding_window = config_dict.placeholder(int)  # tokens; unset: all
+  model.global_layers = ()  # layers without the window, from 0
   model.tie_embeddings = True  # the head is the embedding, transposed
+  model.head_bias = False  # of the logits
   model.logit_softcap = config_dict.placeholder(float)  # unset: none
   model.embed_scale = False  # multiply embeddings by sqrt(embed_dim)
   model.parallel_residual = False  # attention and MLP read the same stream
+  model.shared_norm = False  # the parallel MLP reads attention's normed stream
   model.dropout = 0.0  # probability, on embeddings and both residual branches
   model.dtype = 'float32'  # compute type; parameters are always float32
   # 'auto' is 'fused' on GPU, 'blockwise' elsewhere; 'einsum' is the reference.

@@ -36,7 +36,11 @@ SYSTEMS = {
   'transformers, kept memory': ('transformers', {'keep_memory': True}),
   'torch': ('torch', {}),
   'torch, kept memory': ('torch', {'keep_memory': True}),
-  'torch compiled': ('torch', {'compile': True, 'keep_memory': True}),
+  'torch compiled': ('torch', {'compile': True}),
+  'torch compiled, kept memory': (
+    'torch',
+    {'compile': True, 'keep_memory': True},
+  ),
   'torch bf16': ('torch', {'dtype': 'bfloat16', 'keep_memory': True}),
 }
 

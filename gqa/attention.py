@@ -17,6 +17,8 @@ diagonal is not computed at all. `fused` is the platform's own kernel behind
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,55 +31,123 @@ BLOCK = 128  # query rows at a time
 UNROLLED_BLOCKS = 16  # up to here blocks are unrolled, above they are looped
 
 
-def rope_angles(positions: jax.Array, dim: int, theta: float) -> jax.Array:
-  """Angles of rotary position embedding (Su et al. 2021), float32.
+def rope_frequencies(
+  dim: int,
+  theta: float,
+  scaling: str = 'none',
+  *,
+  factor: float = 1.0,
+  original_len: int | None = None,
+  slow_turns: float = 1.0,
+  fast_turns: float = 32.0,
+) -> tuple[float, ...]:
+  """Angles per token of rotary position embedding (Su et al. 2021).
+
+  Pair j of `dim` / 2 turns by theta^(-2j / dim), and by `factor` less where it
+  is stretched to reach beyond the sequences of the training.
 
   Args:
-    positions: [B, T] int32.
     dim: number of rotated dimensions of a head, even.
     theta: base of the geometric progression of wavelengths.
-
-  Returns:
-    [B, T, dim / 2]: angle of pair j is position * theta^(-2j / dim).
+    scaling: 'none'; 'linear' stretches all pairs; 'llama3' and 'yarn' (Peng et
+      al. 2023, section 3.2) those that turn less than slow_turns times in
+      original_len tokens, none that turn more than fast_turns times, and a mix
+      of both in between, which is linear in the turns or in j.
+    factor: see scaling.
+    original_len: see scaling.
+    slow_turns: see scaling.
+    fast_turns: see scaling.
   """
-  exponents = jnp.arange(dim // 2, dtype=jnp.float32) * (2.0 / dim)
-  frequencies = jnp.float32(theta) ** -exponents
+  plain = [theta ** (-2.0 * j / dim) for j in range(dim // 2)]
+  if scaling == 'none':
+    kept = [1.0] * len(plain)
+  elif scaling == 'linear':
+    kept = [0.0] * len(plain)
+  elif scaling == 'llama3':
+    turns = [original_len * frequency / (2 * math.pi) for frequency in plain]
+    kept = [(t - slow_turns) / (fast_turns - slow_turns) for t in turns]
+  else:
+    turning = lambda turns: (
+      dim
+      * math.log(original_len / (turns * 2 * math.pi))
+      / (2 * math.log(theta))
+    )
+    first = max(math.floor(turning(fast_turns)), 0)
+    last = min(math.ceil(turning(slow_turns)), dim - 1)
+    last = last + 0.001 if first == last else last
+    kept = [1 - (j - first) / (last - first) for j in range(len(plain))]
+  kept = [min(max(share, 0.0), 1.0) for share in kept]
+  return tuple(
+    frequency * (share + (1 - share) / factor)
+    for frequency, share in zip(plain, kept, strict=True)
+  )
+
+
+def rope_angles(
+  positions: jax.Array, frequencies: tuple[float, ...]
+) -> jax.Array:
+  """Angles [B, T, dim / 2] float32 of [B, T] int32 positions."""
+  frequencies = jnp.asarray(frequencies, jnp.float32)
   return positions.astype(jnp.float32)[..., None] * frequencies[None, None]
 
 
+class Rotation(NamedTuple):
+  """Sines and cosines [B, T, 1, dim / 2] of RoPE's angles."""
+
+  sin: jax.Array
+  cos: jax.Array
+
+
+def rotation(
+  angles: jax.Array, dtype: jnp.dtype, magnitude: float = 1.0
+) -> Rotation:
+  """What `apply_rope` takes, made once for all layers and heads.
+
+  Args:
+    angles: [B, T, dim / 2] float32.
+    dtype: of what will be rotated. Sines and cosines are taken in float32 and
+      cast once.
+    magnitude: what is rotated is multiplied by it.
+  """
+  sin, cos = jnp.sin(angles), jnp.cos(angles)
+  if magnitude != 1:
+    sin, cos = sin * magnitude, cos * magnitude
+  pair = Rotation(*(x.astype(dtype)[:, :, None, :] for x in (sin, cos)))
+  # Else XLA takes them anew for each head of each layer: on CPU that is 10
+  # times what the rotation itself costs.
+  return lax.optimization_barrier(pair)
+
+
 @jax.custom_vjp
-def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
+def apply_rope(x: jax.Array, by: Rotation) -> jax.Array:
   """Rotates pairs (j, j + dim / 2) of each head; the rest passes through.
 
   Args:
-    x: [B, T, heads, H].
-    angles: [B, T, dim / 2] float32, dim at most H.
+    x: [B, T, heads, H], dim at most H.
+    by: the angles of each position, from `rotation`; not trained.
 
   Returns:
-    [B, T, heads, H] in x's dtype; sines and cosines are taken in float32 and
-    cast once.
+    [B, T, heads, H] in x's dtype.
   """
-  half = angles.shape[-1]
-  sin = jnp.sin(angles).astype(x.dtype)[:, :, None, :]  # [B, T, 1, half]
-  cos = jnp.cos(angles).astype(x.dtype)[:, :, None, :]
+  half = by.cos.shape[-1]
   first, second = x[..., :half], x[..., half : 2 * half]
   return jnp.concatenate(
     [
-      first * cos - second * sin,
-      second * cos + first * sin,
+      first * by.cos - second * by.sin,
+      second * by.cos + first * by.sin,
       x[..., 2 * half :],
     ],
     axis=-1,
   )
 
 
-def _apply_rope_fwd(x, angles):
-  return apply_rope(x, angles), angles
+def _apply_rope_fwd(x, by):
+  return apply_rope(x, by), by
 
 
-def _apply_rope_bwd(angles, grad):
-  # A rotation's transpose is the rotation back; angles are not trained.
-  return apply_rope(grad, -angles), None
+def _apply_rope_bwd(by, grad):
+  # A rotation's transpose is the rotation back.
+  return apply_rope(grad, Rotation(-by.sin, by.cos)), None
 
 
 apply_rope.defvjp(_apply_rope_fwd, _apply_rope_bwd)
@@ -90,6 +160,7 @@ def attention(
   segments: jax.Array | None,
   *,
   window: int | None = None,
+  softcap: float | None = None,
   implementation: str = 'auto',
 ) -> jax.Array:
   """Causal self-attention within documents.
@@ -100,23 +171,34 @@ def attention(
     v: [B, T, K, H].
     segments: [B, T] int32; a token sees only its own segment. None: all one.
     window: a token sees itself and window - 1 tokens before it. None: all.
+    softcap: scores become softcap * tanh(scores / softcap). None: as they are.
     implementation: 'einsum', 'blockwise', 'fused', or 'auto' for the
-      platform's best.
+      platform's best. The fused kernels know no softcap.
 
   Returns:
     [B, T, N, H] in q's dtype.
   """
   if implementation == 'auto':
-    implementation = 'fused' if jax.default_backend() == 'gpu' else 'blockwise'
+    fused = jax.default_backend() == 'gpu' and softcap is None
+    implementation = 'fused' if fused else 'blockwise'
   if implementation == 'fused':
+    if softcap is not None:
+      raise ValueError(
+        f'fused attention has no softcap={softcap}; use blockwise.'
+      )
     return fused_attention(q, k, v, segments, window)
   if implementation == 'blockwise':
-    return blockwise_attention(q, k, v, segments, window)
+    return blockwise_attention(q, k, v, segments, window, softcap=softcap)
   T = q.shape[1]
   mask = causal_mask(jnp.arange(T), jnp.arange(T), window)[None]
   if segments is not None:
     mask = mask & (segments[:, :, None] == segments[:, None, :])
-  return einsum_attention(q, k, v, mask)
+  return einsum_attention(q, k, v, mask, softcap)
+
+
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+  """Scores within (-softcap, softcap), almost unchanged where small."""
+  return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def causal_mask(
@@ -129,7 +211,11 @@ def causal_mask(
 
 
 def einsum_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: jax.Array,
+  softcap: float | None = None,
 ) -> jax.Array:
   """The reference: grouped attention with an explicit mask.
 
@@ -138,6 +224,7 @@ def einsum_attention(
     k: [B, S, K, H].
     v: [B, S, K, H].
     mask: [B or 1, T, S] bool, True where visible.
+    softcap: as in `attention`.
 
   Returns:
     [B, T, N, H]; a row that sees nothing is the mean of all values, finite.
@@ -148,7 +235,7 @@ def einsum_attention(
   scores = jnp.einsum(
     'BTKGH,BSKH->BKGTS', q, k, preferred_element_type=jnp.float32
   )
-  scores = jnp.where(mask[:, None, None], scores, MASKED)
+  scores = jnp.where(mask[:, None, None], capped(scores, softcap), MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
   out = jnp.einsum('BKGTS,BSKH->BTKGH', weights, v)
   return out.reshape(B, T, N, H)
@@ -186,6 +273,7 @@ def blockwise_attention(
   segments: jax.Array | None,
   window: int | None = None,
   block: int = BLOCK,
+  softcap: float | None = None,
 ) -> jax.Array:
   """`attention` in blocks of query rows; arguments as there.
 
@@ -193,7 +281,7 @@ def blockwise_attention(
   diagonal in one product. Longer inputs loop over square tiles with a running
   softmax, so memory is linear in T and the program's size does not grow.
   """
-  out = _blockwise(*_head_major(q, k, v), segments, window, block)
+  out = _blockwise(*_head_major(q, k, v), segments, window, softcap, block)
   return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
@@ -204,6 +292,7 @@ def blockwise_with_lse(
   segments: jax.Array | None,
   window: int | None = None,
   block: int = BLOCK,
+  softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """`blockwise_attention` to be merged with attention to other keys.
 
@@ -212,7 +301,7 @@ def blockwise_with_lse(
   Returns:
     [B, K, G, T, H] in q's dtype, and the log-sum-exp of scores [B, K, G, T].
   """
-  return _forward(*_head_major(q, k, v), segments, window, block)
+  return _forward(*_head_major(q, k, v), segments, window, softcap, block)
 
 
 def _head_major(q, k, v):
@@ -223,23 +312,25 @@ def _head_major(q, k, v):
   return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _blockwise(q, k, v, segments, window, block):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _blockwise(q, k, v, segments, window, softcap, block):
   """Rows q [B, K, G, T, H] attend to k, v [B, K, T, H]; returns like q."""
-  out, _ = _forward(q, k, v, segments, window, block)
+  out, _ = _forward(q, k, v, segments, window, softcap, block)
   return out
 
 
-def _blockwise_fwd(q, k, v, segments, window, block):
-  out, lse = _forward(q, k, v, segments, window, block)
+def _blockwise_fwd(q, k, v, segments, window, softcap, block):
+  out, lse = _forward(q, k, v, segments, window, softcap, block)
   return out, (q, k, v, segments, out, lse)
 
 
-def _blockwise_bwd(window, block, residuals, grad):
+def _blockwise_bwd(window, softcap, block, residuals, grad):
   q, k, v, segments, out, lse = residuals
   delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
   backward = _unrolled_backward if _unrolls(q, block) else _looped_backward
-  dq, dk, dv = backward(q, k, v, segments, grad, lse, delta, window, block)
+  dq, dk, dv = backward(
+    q, k, v, segments, grad, lse, delta, window, softcap, block
+  )
   # The tiles' dk and dv are [B, K, H, T].
   dk, dv = linear.transposed(dk), linear.transposed(dv)
   return *(x.astype(q.dtype) for x in (dq, dk, dv)), None
@@ -252,10 +343,10 @@ def _unrolls(q: jax.Array, block: int) -> bool:
   return q.shape[3] <= block * UNROLLED_BLOCKS
 
 
-def _forward(q, k, v, segments, window, block):
+def _forward(q, k, v, segments, window, softcap, block):
   """Returns out like q, and the log-sum-exp of scores [B, K, G, T]."""
   forward = _unrolled_forward if _unrolls(q, block) else _looped_forward
-  return forward(q, k, v, segments, window, block)
+  return forward(q, k, v, segments, window, softcap, block)
 
 
 def _ranges(T: int, window: int | None, block: int):
@@ -274,24 +365,30 @@ def _tile_mask(rows, columns, window, row_segments, column_segments):
   return mask[:, None, None]
 
 
-def _scores(q, k, mask):
+def _scores(q, k, mask, softcap):
   """[B, K, G, T, S] float32 from q [B, K, G, T, H] and k [B, K, S, H]."""
   scores = jnp.einsum(
     'BKGTH,BKSH->BKGTS', q, k, preferred_element_type=jnp.float32
   )
-  return jnp.where(mask, scores, MASKED)
+  return jnp.where(mask, capped(scores, softcap), MASKED)
 
 
-def _tile_backward(q, k, v, grad, lse, delta, mask):
+def _tile_backward(q, k, v, grad, lse, delta, mask, softcap):
   """Gradients that one tile of scores sends to its q, k and v, float32.
 
   Shapes: q, grad [B, K, G, T, H]; k, v [B, K, S, H]; lse, delta [B, K, G, T].
   """
-  weights = jnp.exp(_scores(q, k, mask) - lse[..., None])
+  scores = _scores(q, k, mask, softcap)
+  weights = jnp.exp(scores - lse[..., None])
   pulled = jnp.einsum(
     'BKGTH,BKSH->BKGTS', grad, v, preferred_element_type=jnp.float32
   )
-  dscores = (weights * (pulled - delta[..., None])).astype(q.dtype)
+  dscores = weights * (pulled - delta[..., None])
+  if softcap is not None:
+    # Where masked the weight is 0, but the score too large for the slope.
+    scores = jnp.where(mask, scores, 0.0)
+    dscores = dscores * (1.0 - (scores / softcap) ** 2)
+  dscores = dscores.astype(q.dtype)
   # dk and dv with the head dim before the length: the products are then
   # plain row-major ones, up to twice as fast on CPU.
   into = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -305,7 +402,7 @@ def _segments_of(segments, start, end):
   return None if segments is None else segments[:, start:end]
 
 
-def _unrolled_forward(q, k, v, segments, window, block):
+def _unrolled_forward(q, k, v, segments, window, softcap, block):
   outs, lses = [], []
   for start, end, left, right in _ranges(q.shape[3], window, block):
     mask = _tile_mask(
@@ -315,7 +412,7 @@ def _unrolled_forward(q, k, v, segments, window, block):
       _segments_of(segments, start, end),
       _segments_of(segments, left, right),
     )
-    scores = _scores(q[..., start:end, :], k[:, :, left:right], mask)
+    scores = _scores(q[..., start:end, :], k[:, :, left:right], mask, softcap)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
@@ -330,7 +427,9 @@ def _unrolled_forward(q, k, v, segments, window, block):
   return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
 
 
-def _unrolled_backward(q, k, v, segments, grad, lse, delta, window, block):
+def _unrolled_backward(
+  q, k, v, segments, grad, lse, delta, window, softcap, block
+):
   B, K, T, H = k.shape
   dq = []
   dk = dv = jnp.zeros((B, K, H, T), jnp.float32)
@@ -350,6 +449,7 @@ def _unrolled_backward(q, k, v, segments, grad, lse, delta, window, block):
       lse[..., start:end],
       delta[..., start:end],
       mask,
+      softcap,
     )
     dq.append(tile[0])
     dk = dk.at[..., left:right].add(tile[1])
@@ -399,7 +499,7 @@ def _loop_mask(row, column, segments, window, block):
   )
 
 
-def _looped_forward(q, k, v, segments, window, block):
+def _looped_forward(q, k, v, segments, window, softcap, block):
   B, T, dtype = q.shape[0], q.shape[3], q.dtype
   segments = _block_segments(segments, B, T, block)
   rows = _blocks(q, block, 3)  # [n, B, K, G, block, H]
@@ -409,7 +509,7 @@ def _looped_forward(q, k, v, segments, window, block):
     def attend_tile(column, carry):
       out, top, total = carry
       mask = _loop_mask(row, column, segments, window, block)
-      scores = _scores(rows[row], keys[column], mask)
+      scores = _scores(rows[row], keys[column], mask, softcap)
       new_top = jnp.maximum(top, scores.max(axis=-1))
       weights = jnp.exp(scores - new_top[..., None])
       shrink = jnp.exp(top - new_top)
@@ -436,7 +536,9 @@ def _looped_forward(q, k, v, segments, window, block):
   return _unblocks(out, T, 3), _unblocks(lse, T, 3)
 
 
-def _looped_backward(q, k, v, segments, grad, lse, delta, window, block):
+def _looped_backward(
+  q, k, v, segments, grad, lse, delta, window, softcap, block
+):
   B, K, T, H = k.shape
   segments = _block_segments(segments, B, T, block)
   rows, grads, lse, delta = (
@@ -455,6 +557,7 @@ def _looped_backward(q, k, v, segments, grad, lse, delta, window, block):
         lse[row],
         delta[row],
         _loop_mask(row, column, segments, window, block),
+        softcap,
       )
       return (
         dq + tile[0],

@@ -94,7 +94,8 @@ def init_cache(
     config: a ModelConfig.
     batch_size: rows.
     max_len: slots: the longest prompt and all that is generated after it.
-    kind: one of KINDS; 'ring' needs `config.sliding_window`.
+    kind: one of KINDS; 'ring' needs `config.sliding_window`, and keeps all
+      slots of layers without one.
     dtype: type of the stored numbers, `config.dtype` unless given. The kind
       'int8' has its own.
     layout: one of LAYOUTS, the platform's unless given.
@@ -108,29 +109,32 @@ def init_cache(
     raise ValueError(
       f'layout={layout!r} is unknown; choose one of {tuple(LAYOUTS)}.'
     )
-  sizes = {'B': batch_size, 'S': slots, 'H': config.head_dim}
 
-  def zeros(axes, num_kv_heads, dtype):
+  def zeros(axes, num_kv_heads, num_slots, dtype):
+    sizes = {'B': batch_size, 'S': num_slots, 'H': config.head_dim}
     shape = tuple((sizes | {'K': num_kv_heads})[axis] for axis in axes)
     return jnp.zeros(shape, dtype)
 
   k_axes, v_axes = LAYOUTS[layout]
   layers = []
-  for num_kv_heads in config.kv_heads:
+  for num_kv_heads, window, num_slots in zip(
+    config.kv_heads, config.windows, slots, strict=True
+  ):
+    shape = (num_kv_heads, num_slots)
     scales = [
-      zeros(axes.replace('H', ''), num_kv_heads, jnp.float32)
+      zeros(axes.replace('H', ''), *shape, jnp.float32)
       if kind == 'int8'
       else None
       for axes in (k_axes, v_axes)
     ]
     layers.append(
       LayerCache(
-        zeros(k_axes, num_kv_heads, dtype),
-        zeros(v_axes, num_kv_heads, dtype),
+        zeros(k_axes, *shape, dtype),
+        zeros(v_axes, *shape, dtype),
         *scales,
         layout=layout,
         # A window that is never left needs no wrapping.
-        ring=kind == 'ring' and config.sliding_window <= max_len,
+        ring=kind == 'ring' and window is not None and window <= max_len,
       )
     )
   return KVCache(
@@ -157,7 +161,8 @@ def predicted_bytes(
   scale = 4 if kind == 'int8' else 0
   per_head = 2 * (config.head_dim * dtype.itemsize + scale)
   counters = 4 + 4 * batch_size  # length and starts
-  return batch_size * slots * sum(config.kv_heads) * per_head + counters
+  heads = sum(k * n for k, n in zip(config.kv_heads, slots, strict=True))
+  return batch_size * heads * per_head + counters
 
 
 def check_room(cache: KVCache, num_tokens: int) -> None:
@@ -266,7 +271,7 @@ def token_index(
 
 
 def _plan(config, batch_size, max_len, kind, dtype):
-  """Checks a cache's arguments and returns its slots and type."""
+  """Checks a cache's arguments, returns the slots of each layer and the type."""
   if kind not in KINDS:
     raise ValueError(f'kind={kind!r} is unknown; choose one of {KINDS}.')
   for name, value in (('batch_size', batch_size), ('max_len', max_len)):
@@ -278,7 +283,7 @@ def _plan(config, batch_size, max_len, kind, dtype):
         f'dtype={dtype} does not fit an int8 cache; leave it '
         'out, or choose the kind full.'
       )
-    return max_len, jnp.dtype(jnp.int8)
+    return (max_len,) * config.num_layers, jnp.dtype(jnp.int8)
   given = config.dtype if dtype is None else dtype
   try:
     dtype = jnp.dtype(given)
@@ -290,13 +295,13 @@ def _plan(config, batch_size, max_len, kind, dtype):
       'number choose the kind int8.'
     )
   if kind == 'full':
-    return max_len, dtype
+    return (max_len,) * config.num_layers, dtype
   if config.sliding_window is None:
     raise ValueError(
       'a ring cache keeps a sliding window, but this model has '
       'sliding_window=None and sees all tokens; choose the kind full.'
     )
-  return min(config.sliding_window, max_len), dtype
+  return tuple(min(w or max_len, max_len) for w in config.windows), dtype
 
 
 def _put(old, new, axis, length, ring):

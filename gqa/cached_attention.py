@@ -37,6 +37,7 @@ def attend(
   starts: jax.Array,
   *,
   window: int | None = None,
+  softcap: float | None = None,
   fresh: bool = False,
   implementation: str = 'auto',
 ) -> tuple[jax.Array, LayerCache]:
@@ -50,6 +51,7 @@ def attend(
     length: [] int32, slots written before.
     starts: [B] int32, first slot of each row that is no padding.
     window: a token sees itself and window - 1 tokens before it. None: all.
+    softcap: scores become softcap * tanh(scores / softcap). None: as they are.
     fresh: whether length is known to be 0: there is no cache to read.
     implementation: as in `attention.attention`, of a fresh cache.
 
@@ -62,7 +64,9 @@ def attend(
   stored = cache_lib.write(layer, k, v, k_scale, v_scale, length)
   grouped = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   if T == 1:
-    out, _ = over_cache(grouped, stored, length + 1, length, starts, window)
+    out, _ = over_cache(
+      grouped, stored, length + 1, length, starts, window, softcap
+    )
     return _ungroup(out, q), stored
   k = cache_lib.decode(k, k_scale, q.dtype)
   v = cache_lib.decode(v, v_scale, q.dtype)
@@ -70,11 +74,21 @@ def attend(
   segments = (slots[None, :] >= starts[:, None]).astype(jnp.int32)
   if fresh:
     out = attention.attention(
-      q, k, v, segments, window=window, implementation=implementation
+      q,
+      k,
+      v,
+      segments,
+      window=window,
+      softcap=softcap,
+      implementation=implementation,
     )
     return out, stored
-  among, among_lse = attention.blockwise_with_lse(q, k, v, segments, window)
-  past, past_lse = over_cache(grouped, layer, length, length, starts, window)
+  among, among_lse = attention.blockwise_with_lse(
+    q, k, v, segments, window, softcap=softcap
+  )
+  past, past_lse = over_cache(
+    grouped, layer, length, length, starts, window, softcap
+  )
   out = _merge(among, among_lse, past, past_lse)
   return _ungroup(out, q), stored
 
@@ -86,6 +100,7 @@ def over_cache(
   first_query: jax.Array,
   starts: jax.Array,
   window: int | None,
+  softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attends to the cache alone, from queries that are not before its end.
 
@@ -96,28 +111,30 @@ def over_cache(
     first_query: [] int32, the slot of the first query.
     starts: [B] int32.
     window: as in `attend`.
+    softcap: as there.
 
   Returns:
     [B, K, G, T, H] float32, and the log-sum-exp of its scores [B, K, G, T];
     zeros and a very low number where nothing is visible.
   """
   B, K, G, T, H = q.shape
+  options = (starts, window, softcap)
   if T <= ROWS:
-    return _over_blocks(q, layer, length, first_query, starts, window)
+    return _over_blocks(q, layer, length, first_query, *options)
   chunks = -(-T // ROWS)
   q = jnp.pad(q, ((0, 0),) * 3 + ((0, chunks * ROWS - T), (0, 0)))
   q = jnp.moveaxis(q.reshape(B, K, G, chunks, ROWS, H), 3, 0)
   firsts = first_query + ROWS * jnp.arange(chunks, dtype=jnp.int32)
 
   def chunk(inputs):
-    return _over_blocks(inputs[0], layer, length, inputs[1], starts, window)
+    return _over_blocks(inputs[0], layer, length, inputs[1], *options)
 
   out, lse = lax.map(chunk, (q, firsts))
   out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, H)[..., :T, :]
   return out, jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)[..., :T]
 
 
-def _over_blocks(q, layer, length, first_query, starts, window):
+def _over_blocks(q, layer, length, first_query, starts, window, softcap):
   """`over_cache` with all queries at once."""
   T, size = q.shape[3], layer.num_slots
   block = min(BLOCK, size)
@@ -142,6 +159,7 @@ def _over_blocks(q, layer, length, first_query, starts, window):
       recent = queries[:, None] - tokens[None, :] < window
       visible = visible & recent[None]
     scores, values, scale = _block_scores(q, layer, at, block)
+    scores = attention.capped(scores, softcap)
     mask = visible[:, None, None]  # [B, 1, 1, 1 or T, block]
     scores = jnp.where(mask, scores, attention.MASKED)
     new_top = jnp.maximum(top, scores.max(axis=-1))

@@ -41,6 +41,7 @@ _AXIS_FIELDS = (
   (r'^embed/embedding$', ('vocab_size', 'embed_dim')),
   (r'position_embed/embedding$', ('max_len', 'embed_dim')),
   (r'head/kernel$', ('embed_dim', 'vocab_size')),
+  (r'head/bias$', ('vocab_size',)),
   (r'query/kernel$', ('embed_dim', 'num_heads', 'head_dim')),
   (r'(key|value)/kernel$', ('embed_dim', 'num_kv_heads', 'head_dim')),
   (r'out/kernel$', ('num_heads', 'head_dim', 'embed_dim')),
@@ -50,6 +51,7 @@ _AXIS_FIELDS = (
 # The config field behind a parameter that only one side has.
 _PRESENCE_FIELDS = (
   (r'^position_embed/', 'position'),
+  (r'^head/bias$', 'head_bias'),
   (r'^head/', 'tie_embeddings'),
   (r'(query|key)_norm/', 'qk_norm'),
   (r'(query|key|value)/bias$', 'qkv_bias'),
@@ -57,6 +59,9 @@ _PRESENCE_FIELDS = (
   (r'mlp/\w+/bias$', 'mlp_bias'),
   (r'mlp/gate/', 'mlp'),
   (r'norm/bias$', 'norm'),
+  (r'post_norm/', 'norm_position'),
+  (r'mlp_norm/', 'shared_norm'),
+  (r'attention_norm/', 'norm_position'),
 )
 
 
@@ -187,7 +192,8 @@ def load_params(
     path: a workdir, or one of its `checkpoints/<step>`.
     step: 'latest' (or None), 'best' by validation loss, or a step.
     template: tree of arrays or `jax.ShapeDtypeStruct` that the checkpoint must
-      match; without one, what is there is read as a nested dict.
+      match; without one, what is there is read as a nested dict. Parameters
+      that were imported in half precision are widened, which is exact.
     sharding: where arrays go, unless the template says so; one device unless
       given. The devices that saved play no part.
 
@@ -201,7 +207,12 @@ def load_params(
   saved = _saved_leaves(directory, 'params')
   if template is None:
     template = _nest(saved)
-  _check_match(directory, {'params': (saved, _flatten(template))})
+  expected = _flatten(template)
+  widened = {
+    path: expected[path] if _is_wider(expected.get(path), leaf) else leaf
+    for path, leaf in saved.items()
+  }
+  _check_match(directory, {'params': (widened, expected)})
   sharding = sharding or jax.sharding.SingleDeviceSharding(
     jax.local_devices()[0]
   )
@@ -630,6 +641,16 @@ def _check_match(directory: pathlib.Path, items: Mapping[str, tuple]):
   raise ValueError(
     f'{directory} does not fit, {len(lines)} arrays differ: '
     f'{"; ".join(lines[:_SHOWN])}{more}. Look at {"; ".join(shown)}.'
+  )
+
+
+def _is_wider(expected: Any, saved: Any) -> bool:
+  """Tell whether only the type differs, and takes every number as it is."""
+  return (
+    expected is not None
+    and expected.shape == saved.shape
+    and expected.dtype == np.float32
+    and saved.dtype.name in ('bfloat16', 'float16')
   )
 
 

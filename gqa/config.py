@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 POSITIONS = ('rope', 'learned')
+ROPE_SCALINGS = ('none', 'linear', 'llama3', 'yarn')
 NORMS = ('rmsnorm', 'layernorm')
-MLPS = ('swiglu', 'geglu', 'gelu', 'relu')
+NORM_POSITIONS = ('pre', 'post', 'both')
+QK_NORM_AXES = ('head', 'heads')
+MLPS = ('swiglu', 'geglu', 'gelu', 'gelu_exact', 'relu')
 GATED_MLPS = ('swiglu', 'geglu')
 ATTENTIONS = ('auto', 'einsum', 'blockwise', 'fused')
 REMATS = ('none', 'dots', 'full')
@@ -45,18 +48,33 @@ class ModelConfig:
   position: str = 'rope'
   rope_theta: float = 10_000.0
   rope_fraction: float = 1.0
+  rope_scaling: str = 'none'
+  rope_factor: float = 1.0
+  rope_original_len: int | None = None
+  rope_slow_turns: float = 1.0
+  rope_fast_turns: float = 32.0
+  rope_magnitude: float = 1.0
+  rope_local_theta: float | None = None
   norm: str = 'rmsnorm'
   norm_eps: float = 1e-6
+  norm_position: str = 'pre'
+  norm_offset: bool = False
   mlp: str = 'swiglu'
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
   qk_norm: bool = False
+  qk_norm_axes: str = 'head'
+  query_scale_dim: int | None = None
+  attention_softcap: float | None = None
   sliding_window: int | None = None
+  global_layers: tuple[int, ...] = ()
   tie_embeddings: bool = True
+  head_bias: bool = False
   logit_softcap: float | None = None
   embed_scale: bool = False
   parallel_residual: bool = False
+  shared_norm: bool = False
   dropout: float = 0.0
   dtype: str = 'float32'
   attention: str = 'auto'
@@ -78,6 +96,9 @@ class ModelConfig:
     self._check_kv_heads()
     self._check_choices()
     self._check_ranges()
+    self._check_windows()
+    self._check_rope_scaling()
+    self._check_companions()
 
   @property
   def kv_heads(self) -> tuple[int, ...]:
@@ -87,6 +108,14 @@ class ModelConfig:
     if isinstance(self.num_kv_heads, int):
       return (self.num_kv_heads,) * self.num_layers
     return self.num_kv_heads
+
+  @property
+  def windows(self) -> tuple[int | None, ...]:
+    """The sliding window of each layer; None: it sees all tokens."""
+    return tuple(
+      None if layer in self.global_layers else self.sliding_window
+      for layer in range(self.num_layers)
+    )
 
   @property
   def rope_dim(self) -> int:
@@ -124,8 +153,9 @@ class ModelConfig:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f'; did you mean {near[0]}?' if near else f': known are {known}.'
         raise ValueError(f'model.{name} is not a field of the model{hint}')
-    if isinstance(fields.get('num_kv_heads'), list):
-      fields['num_kv_heads'] = tuple(fields['num_kv_heads'])
+    for name in ('num_kv_heads', 'global_layers'):
+      if isinstance(fields.get(name), list):
+        fields[name] = tuple(fields[name])
     config = cls(**fields)
     return config.matched() if match_params else config
 
@@ -142,13 +172,15 @@ class ModelConfig:
     return dataclasses.replace(self, mlp_dim=self.mlp_dim + round(extra))
 
   def _check_types(self):
-    optional = {'num_kv_heads', 'sliding_window', 'logit_softcap'}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if value is None and field.name in optional:
+      if value is None and field.default is None:
         continue
       if field.name == 'num_kv_heads':
         _check_kv_type(value)
+        continue
+      if field.name == 'global_layers':
+        _check_layers_type(value)
         continue
       expected = field.type.split(' ')[0]
       if expected == 'float' and type(value) is int:
@@ -180,7 +212,10 @@ class ModelConfig:
   def _check_choices(self):
     for name, choices in (
       ('position', POSITIONS),
+      ('rope_scaling', ROPE_SCALINGS),
       ('norm', NORMS),
+      ('norm_position', NORM_POSITIONS),
+      ('qk_norm_axes', QK_NORM_AXES),
       ('mlp', MLPS),
       ('attention', ATTENTIONS),
       ('remat', REMATS),
@@ -207,12 +242,110 @@ class ModelConfig:
         f'rope_fraction={self.rope_fraction} of head_dim={self.head_dim} '
         'rotates nothing; raise it.'
       )
-    for name in ('rope_theta', 'norm_eps', 'sliding_window', 'logit_softcap'):
+    for name in (
+      'rope_theta',
+      'rope_factor',
+      'rope_original_len',
+      'rope_slow_turns',
+      'rope_fast_turns',
+      'rope_magnitude',
+      'rope_local_theta',
+      'norm_eps',
+      'query_scale_dim',
+      'attention_softcap',
+      'sliding_window',
+      'logit_softcap',
+    ):
       value = getattr(self, name)
       if value is not None and not 0 < value < math.inf:
         raise ValueError(f'{name}={value} must be positive and finite.')
     if not 0 <= self.dropout < 1:
       raise ValueError(f'dropout={self.dropout} must be in [0, 1).')
+
+  def _check_windows(self):
+    layers = self.global_layers
+    if not layers:
+      return
+    if self.sliding_window is None:
+      raise ValueError(
+        f'global_layers={layers} sees all tokens despite a sliding window, '
+        'but sliding_window is not set; set it, or drop global_layers.'
+      )
+    if list(layers) != sorted(set(layers) & set(range(self.num_layers))):
+      raise ValueError(
+        f'global_layers={layers} must be increasing numbers of layers, from 0 '
+        f'to {self.num_layers - 1}.'
+      )
+    if len(layers) == self.num_layers:
+      raise ValueError(
+        f'global_layers={layers} are all layers; unset sliding_window instead.'
+      )
+
+  def _check_rope_scaling(self):
+    kind = self.rope_scaling
+    if kind != 'none' and self.position != 'rope':
+      raise ValueError(
+        f"rope_scaling={kind!r} needs position='rope', not {self.position!r}."
+      )
+    if kind == 'none' and self.rope_factor != 1:
+      raise ValueError(
+        f'rope_factor={self.rope_factor} does nothing with rope_scaling='
+        f"'none'; choose one of {ROPE_SCALINGS[1:]}."
+      )
+    if kind in ('llama3', 'yarn') and self.rope_original_len is None:
+      raise ValueError(
+        f'rope_scaling={kind!r} needs rope_original_len, the tokens of a '
+        'sequence before scaling; set it.'
+      )
+    if not self.rope_slow_turns < self.rope_fast_turns:
+      raise ValueError(
+        f'rope_slow_turns={self.rope_slow_turns} must be below '
+        f'rope_fast_turns={self.rope_fast_turns}.'
+      )
+    if kind != 'yarn' and self.rope_magnitude != 1:
+      raise ValueError(
+        f"rope_magnitude={self.rope_magnitude} needs rope_scaling='yarn', "
+        f'not {kind!r}.'
+      )
+
+  def _check_companions(self):
+    for field, active, companion, met in (
+      (
+        'rope_local_theta',
+        self.rope_local_theta is not None,
+        "position='rope' and a sliding_window",
+        self.position == 'rope' and self.sliding_window is not None,
+      ),
+      (
+        'qk_norm_axes',
+        self.qk_norm_axes == 'heads',
+        'qk_norm=True',
+        self.qk_norm,
+      ),
+      (
+        'head_bias',
+        self.head_bias,
+        'tie_embeddings=False',
+        not self.tie_embeddings,
+      ),
+      (
+        'shared_norm',
+        self.shared_norm,
+        "parallel_residual=True and norm_position='pre'",
+        self.parallel_residual and self.norm_position == 'pre',
+      ),
+      (
+        'attention_softcap',
+        self.attention_softcap is not None,
+        "another attention than 'fused', which has none",
+        self.attention != 'fused',
+      ),
+    ):
+      if active and not met:
+        raise ValueError(
+          f'{field}={getattr(self, field)!r} needs {companion}; change one of '
+          'them.'
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -226,4 +359,11 @@ def _check_kv_type(value: int | Sequence[int]):
     raise TypeError(
       f'model.num_kv_heads={value!r} must be an int, or a tuple with one int '
       'per layer such as 4,2,2,1.'
+    )
+
+
+def _check_layers_type(value: tuple[int, ...]):
+  if type(value) is not tuple or not all(type(v) is int for v in value):
+    raise TypeError(
+      f'model.global_layers={value!r} must be a tuple of ints such as 5,11.'
     )

@@ -64,9 +64,9 @@ def evaluate(
   """Sums over `batches` of `tokens`; see `summarize`."""
   sums, pending = [], None
   for batch in batches:
-    batch.pop('index')
+    arrays = {name: x for name, x in batch.items() if name != 'index'}
     with jax.set_mesh(mesh):
-      running = eval_step(params, sharding.put_batch(batch, mesh))
+      running = eval_step(params, sharding.put_batch(arrays, mesh))
     # Fetched while the next batch is computed.
     if pending is not None:
       sums.append(jax.device_get(pending))
@@ -102,6 +102,11 @@ def main(argv):
   raw = checkpoint.load_config(flag.checkpoint)
   config = ModelConfig.from_dict(raw['model'])
   seq_len = flag.seq_len or raw['train']['seq_len']
+  if not (flag.data or raw['data']['path']):
+    raise ValueError(
+      f'{flag.checkpoint} was not trained here and has no data of its own; '
+      'give --data=TEXT.'
+    )
   tokens = _open(flag.data or raw['data']['path'], flag.split, flag.checkpoint)
   tokens.check_vocab(config.vocab_size)
   runtime.keep_freed_memory()

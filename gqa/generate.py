@@ -82,6 +82,8 @@ def load(path: str, step: str = 'latest', devices: int = 1) -> Model:
   raw = checkpoint.load_config(path)
   config = ModelConfig.from_dict(raw['model'])
   tokenizer = tokenizer_lib.load(_workdir(path))
+  if 'interop' in raw:
+    tokenizer.add_bos = raw['interop']['add_bos']
   mesh = sharding.make_mesh(
     types.SimpleNamespace(data=1, fsdp=1, model=devices),
     jax.devices()[:devices],
@@ -154,7 +156,7 @@ def stream(
   cost = Cost() if cost is None else cost
   if not prompts:
     raise ValueError('there is no prompt; give at least one.')
-  ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompts]
+  ids = [tokenizer.encode_prompt(text) for text in prompts]
   tokens, lengths = decode.pack(ids, WIDTH)
   decode.check_prompts(config, tokens, lengths, max_new_tokens)
   B, T = tokens.shape
@@ -176,7 +178,7 @@ def stream(
     cache,
     settings,
     sampling_lib.row_keys(seed, np.arange(B, dtype=np.int32)),
-    jnp.asarray([tokenizer.eos_id, tokenizer.bos_id], jnp.int32),
+    jnp.asarray(tokenizer.stop_ids, jnp.int32),
     jnp.asarray(tokenizer.eos_id, jnp.int32),
   )
   start = _compiled(
@@ -261,7 +263,7 @@ class _Text:
     self._tokenizer = tokenizer
     self._stop = StopStrings(stop)
     self._decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
-    self._ends = (tokenizer.eos_id, tokenizer.bos_id)
+    self._ends = tokenizer.stop_ids
     self._end_seen = False
     self.count = 0  # tokens, with the one that ended it
 

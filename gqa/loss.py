@@ -15,7 +15,11 @@ import jax.numpy as jnp
 
 from gqa import linear
 
-SLICE_ELEMENTS = 2**23  # logits alive at once in one slice, about
+# Logits alive at once in one slice, about: so many, or a multiple of the head's
+# size. Each slice is added to the head's gradient, so that smaller ones would
+# cost more than they save.
+SLICE_ELEMENTS = 2**23
+SLICE_HEADS = 2
 MAX_SLICES = 16  # slices are unrolled: the program's size grows with them
 
 
@@ -91,9 +95,10 @@ _summed.defvjp(_summed_fwd, _summed_bwd)
 
 
 def _slices(features, head):
-  """Slices of positions of about SLICE_ELEMENTS logits, or MAX_SLICES."""
+  """At most MAX_SLICES of positions, of a limited number of logits."""
   B, T, _ = features.shape
-  count = -(-B * T * head.shape[0] // SLICE_ELEMENTS)
+  most = max(SLICE_ELEMENTS, SLICE_HEADS * head.size)
+  count = -(-B * T * head.shape[0] // most)
   size = -(-T // min(count, T, MAX_SLICES))
   return [slice(start, min(start + size, T)) for start in range(0, T, size)]
 

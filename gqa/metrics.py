@@ -1,8 +1,8 @@
 """What a run says about itself: curves, tables, speed, memory and progress.
 
 `Writer` puts TensorBoard events and `metrics.jsonl` side by side in the
-workdir, with the `tensorboard` wheel alone. The counting of FLOPs and of KV
-bytes is stated where it is done, so that a number can be checked by hand.
+workdir, with the `tensorboard` wheel alone. What FLOPs and KV bytes count is
+stated in cost.py.
 """
 
 from __future__ import annotations
@@ -41,21 +41,10 @@ from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer import event_file_writer, record_writer
 from tensorboard.util import tensor_util
 
-from gqa.config import ModelConfig
+from gqa import devices
+from gqa.cost import kv_bytes_per_token as kv_bytes_per_token
+from gqa.cost import train_flops_per_token as train_flops_per_token
 
-# Dense bfloat16 FLOP/s of one chip, by a pattern of `device_kind`. A kind that
-# matches none is unknown.
-_PEAK_FLOPS = (
-  (r'A100\b', 312e12),
-  (r'H100 PCIe', 756e12),
-  (r'H100 NVL', 835e12),
-  (r'(H100|H200|GH200)\b', 989e12),
-  (r'B200\b', 2250e12),
-  (r'TPU v4$', 275e12),
-  (r'TPU (v5 lite|v5e)$', 197e12),
-  (r'TPU v5p?$', 459e12),
-  (r'TPU (v6 lite|v6e)$', 918e12),
-)
 _RECORD_OVERHEAD = 16  # bytes around each event in a file: length and checksums
 
 
@@ -239,32 +228,6 @@ def markdown_table(values: Mapping[str, Any]) -> str:
   return '\n'.join(lines)
 
 
-def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-  """Count the FLOPs that training one token takes.
-
-  Matrix multiplications only, two FLOPs per multiply-add, times three: the
-  backward pass costs twice the forward pass. Attention is counted causal: the
-  token at position t (from 1) reads t keys, (seq_len + 1) / 2 on average, or
-  the window where there is one. The embedding lookup is free, the head counts.
-  What remat recomputes is not counted, so MFU is of useful work.
-  """
-  keys = min(seq_len, config.sliding_window or seq_len)  # of the last token
-  mean_keys = keys - keys * (keys - 1) / (2 * seq_len)
-  query_dim = config.num_heads * config.head_dim
-  mlp = (3 if config.gated else 2) * config.embed_dim * config.mlp_dim
-  multiply_adds = config.embed_dim * config.vocab_size
-  for num_kv_heads in config.kv_heads:
-    kv_dim = num_kv_heads * config.head_dim
-    multiply_adds += 2 * config.embed_dim * (query_dim + kv_dim) + mlp
-    multiply_adds += 2 * query_dim * mean_keys
-  return 3 * 2 * multiply_adds
-
-
-def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-  """Count the bytes that one token takes in the cache of all layers."""
-  return sum(2 * k * config.head_dim * dtype_bytes for k in config.kv_heads)
-
-
 def peak_flops(device: jax.Device) -> float | None:
   """Give the FLOP/s of a device at best, or None where it is not known.
 
@@ -273,10 +236,8 @@ def peak_flops(device: jax.Device) -> float | None:
   """
   if device.platform == 'cpu':
     return measured_cpu_flops()
-  for pattern, peak in _PEAK_FLOPS:
-    if re.search(rf'\b{pattern}', device.device_kind, re.IGNORECASE):
-      return peak
-  return None
+  known = devices.by_kind(device.device_kind)
+  return known and known.flops
 
 
 def total_peak_flops(devices: Sequence[jax.Device]) -> float | None:

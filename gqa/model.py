@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ ACTIVATIONS = {
   'swiglu': jax.nn.silu,
   'geglu': jax.nn.gelu,
   'gelu': jax.nn.gelu,
+  'gelu_exact': functools.partial(jax.nn.gelu, approximate=False),
   'relu': jax.nn.relu,
 }
 
@@ -54,41 +54,31 @@ class Projection(nn.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., inputs] -> [..., outputs], in x's dtype."""
-    return self.add_bias(linear.project(x, self.kernel, self.inputs))
-
-  def add_bias(self, y: jax.Array) -> jax.Array:
-    """Adds the bias, if there is one."""
+    y = linear.project(x, self.kernel, self.inputs)
     if not self.use_bias:
       return y
     shape = (1,) * (y.ndim - self.bias.ndim) + self.bias.shape
     return y + self.bias.astype(y.dtype).reshape(shape)
 
 
-def project_all(
-  x: jax.Array, projections: Sequence[Projection], together: bool
-) -> list[jax.Array]:
-  """Applies projections of one shape to the same input.
-
-  As one product they are faster over many tokens. For the few of a decoding
-  step the copy of the kernels into one would cost more than the products.
-  """
-  if not together:
-    return [p(x) for p in projections]
-  outs = linear.project_all(x, [p.kernel for p in projections])
-  return [p.add_bias(y) for p, y in zip(projections, outs, strict=True)]
-
-
 class Norm(nn.Module):
-  """RMSNorm, or LayerNorm with bias, over the last axis; in float32."""
+  """RMSNorm, or LayerNorm with bias, over the last axis; in float32.
+
+  With `offset` the parameter is the scale's difference from 1.
+  """
 
   kind: str
   eps: float
+  offset: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., size] -> the same, in x's dtype."""
     shape = x.shape[-1:]
-    scale = self.param('scale', nn.initializers.ones, shape, jnp.float32)
+    init = nn.initializers.zeros if self.offset else nn.initializers.ones
+    scale = self.param('scale', init, shape, jnp.float32)
+    if self.offset:
+      scale = scale + 1.0
     y = x.astype(jnp.float32)
     if self.kind == 'layernorm':
       y = y - y.mean(axis=-1, keepdims=True)
@@ -98,6 +88,11 @@ class Norm(nn.Module):
       bias = self.param('bias', nn.initializers.zeros, shape, jnp.float32)
       y = y + bias.reshape((1,) * (y.ndim - 1) + shape)
     return y.astype(x.dtype)
+
+
+def norm(c: ModelConfig, name: str, kind: str | None = None) -> Norm:
+  """A norm of the model, of its own kind unless given."""
+  return Norm(kind or c.norm, c.norm_eps, c.norm_offset, name=name)
 
 
 class Past(NamedTuple):
@@ -119,12 +114,13 @@ class Attention(nn.Module):
 
   config: ModelConfig
   num_kv_heads: int
+  window: int | None = None  # as in `attention.attention`
 
   @nn.compact
   def __call__(
     self,
     x: jax.Array,
-    angles: jax.Array | None,
+    rotation: attention.Rotation | None,
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
@@ -134,23 +130,22 @@ class Attention(nn.Module):
     query = Projection((D, N, H), use_bias=c.qkv_bias, name='query')
     key = Projection((D, K, H), use_bias=c.qkv_bias, name='key')
     value = Projection((D, K, H), use_bias=c.qkv_bias, name='value')
-    together = past is None
-    if K == N:
-      q, k, v = project_all(x, [query, key, value], together)
-    else:
-      q = query(x)
-      k, v = project_all(x, [key, value], together)
+    q, k, v = query(x), key(x), value(x)
     if c.qk_norm:
-      q = Norm('rmsnorm', c.norm_eps, name='query_norm')(q)
-      k = Norm('rmsnorm', c.norm_eps, name='key_norm')(k)
-    if angles is not None:
-      q = attention.apply_rope(q, angles)
-      k = attention.apply_rope(k, angles)
-    q = q * jnp.asarray(H**-0.5, q.dtype)
+      q = self._normalize(q, 'query_norm')
+      k = self._normalize(k, 'key_norm')
+    if rotation is not None:
+      q = attention.apply_rope(q, rotation)
+      k = attention.apply_rope(k, rotation)
+    q = q * jnp.asarray((c.query_scale_dim or H) ** -0.5, q.dtype)
     q = sharding.constrain(q, ('batch', None, 'heads', None))
     k = sharding.constrain(k, ('batch', None, 'kv_heads', None))
     v = sharding.constrain(v, ('batch', None, 'kv_heads', None))
-    options = dict(window=c.sliding_window, implementation=c.attention)
+    options = dict(
+      window=self.window,
+      softcap=c.attention_softcap,
+      implementation=c.attention,
+    )
     layer = None
     if past is None:
       out = attention.attention(q, k, v, segments, **options)
@@ -168,6 +163,18 @@ class Attention(nn.Module):
     )
     return project(out), layer
 
+  def _normalize(self, x, name):
+    """The norm of queries or keys [B, T, heads, H]."""
+    if self.config.qk_norm_axes == 'head':
+      return norm(self.config, name, 'rmsnorm')(x)
+    joined = x.reshape(*x.shape[:2], -1)
+    return norm(self.config, name, 'rmsnorm')(joined).reshape(x.shape)
+
+
+def is_local(c: ModelConfig, window: int | None) -> bool:
+  """Whether a layer of this window has the angles of `rope_local_theta`."""
+  return window is not None and c.rope_local_theta is not None
+
 
 def _constrain(layer: LayerCache) -> LayerCache:
   """Lays out a layer's cache like the keys and values that it takes."""
@@ -184,15 +191,15 @@ class Mlp(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array, together: bool = True) -> jax.Array:
-    """[B, T, D] -> [B, T, D]; `together` as in `project_all`."""
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """[B, T, D] -> [B, T, D]."""
     c = self.config
     D, F, bias = c.embed_dim, c.mlp_dim, c.mlp_bias
     activation = ACTIVATIONS[c.mlp]
     up = Projection((D, F), use_bias=bias, name='up')
     if c.gated:
       gate = Projection((D, F), use_bias=bias, name='gate')
-      hidden = gated(activation, *project_all(x, [gate, up], together))
+      hidden = gated(activation, gate(x), up(x))
     else:
       hidden = activation(up(x))
     return Projection(
@@ -223,31 +230,40 @@ gated.defvjp(_gated_fwd, _gated_bwd)
 
 
 class Layer(nn.Module):
-  """Pre-norm attention and MLP around the residual stream."""
+  """Attention and MLP around the residual stream, with their norms."""
 
   config: ModelConfig
   num_kv_heads: int
+  window: int | None = None
   deterministic: bool = True
 
   @nn.compact
   def __call__(
     self,
     x: jax.Array,
-    angles: jax.Array | None,
+    rotation: attention.Rotation | None,
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
     """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens."""
     c = self.config
     drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
-    normed = Norm(c.norm, c.norm_eps, name='attention_norm')(x)
-    attend = Attention(c, self.num_kv_heads, name='attention')
-    mixed, layer = attend(normed, angles, segments, past)
+    before = c.norm_position != 'post'
+    after = c.norm_position != 'pre'
+    normed = norm(c, 'attention_norm')(x) if before else x
+    attend = Attention(c, self.num_kv_heads, self.window, name='attention')
+    mixed, layer = attend(normed, rotation, segments, past)
+    if after:
+      mixed = norm(c, 'attention_post_norm')(mixed)
     mixed = drop(mixed)
     if not c.parallel_residual:
       x = x + mixed
-    normed = Norm(c.norm, c.norm_eps, name='mlp_norm')(x)
-    x = x + drop(Mlp(c, name='mlp')(normed, past is None))
+    if not c.shared_norm:
+      normed = norm(c, 'mlp_norm')(x) if before else x
+    hidden = Mlp(c, name='mlp')(normed)
+    if after:
+      hidden = norm(c, 'mlp_post_norm')(hidden)
+    x = x + drop(hidden)
     if c.parallel_residual:
       x = x + mixed
     return sharding.constrain(x, ('batch', None, None)), layer
@@ -263,9 +279,9 @@ class Decoder(nn.Module):
     self.embed = Embedding(c.vocab_size, c.embed_dim)
     if c.position == 'learned':
       self.position_embed = Embedding(c.max_len, c.embed_dim)
-    self.final_norm = Norm(c.norm, c.norm_eps)
+    self.final_norm = Norm(c.norm, c.norm_eps, c.norm_offset)
     if not c.tie_embeddings:
-      self.head = Head(c.embed_dim, c.vocab_size)
+      self.head = Head(c.embed_dim, c.vocab_size, c.head_bias)
 
   @nn.compact
   def features(
@@ -279,6 +295,9 @@ class Decoder(nn.Module):
     fresh: bool = False,
   ) -> jax.Array | tuple[jax.Array, KVCache]:
     """Returns [B, T, D] after the final norm, in the compute dtype.
+
+    With `head_bias` they are [B, T, D + 1] and end in a 1, by which the head's
+    products add its bias.
 
     Args:
       tokens: [B, T] int32.
@@ -312,24 +331,26 @@ class Decoder(nn.Module):
     x = self.embed(tokens, dtype)
     if c.embed_scale:
       x = x * jnp.asarray(c.embed_dim**0.5, dtype)
-    angles = None
     if c.position == 'learned':
       x = x + self.position_embed(positions, dtype)
-    else:
-      angles = attention.rope_angles(positions, c.rope_dim, c.rope_theta)
+    rotations = _rotations(c, positions, dtype)
     x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
     x = sharding.constrain(x, ('batch', None, None))
     layer = _remat(Layer, c.remat if cache is None else 'none')
     layers = []
-    for i, num_kv_heads in enumerate(c.kv_heads):
+    for i, (heads, window) in enumerate(
+      zip(c.kv_heads, c.windows, strict=True)
+    ):
       past = None
       if cache is not None:
         past = Past(cache.layers[i], cache.length, cache.starts, fresh)
-      x, new = layer(c, num_kv_heads, deterministic, name=f'layer_{i}')(
-        x, angles, segments, past
+      x, new = layer(c, heads, window, deterministic, name=f'layer_{i}')(
+        x, rotations[is_local(c, window)], segments, past
       )
       layers.append(new)
     x = self.final_norm(x)
+    if c.head_bias:
+      x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
     if cache is None:
       return x
     return x, cache.replace(layers=tuple(layers), length=cache.length + T)
@@ -344,7 +365,7 @@ class Decoder(nn.Module):
     return self.logits(self.features(tokens, positions, segments))
 
   def logits(self, x: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, T, V] of features [B, T, D]."""
+    """Returns float32 logits [B, T, V] of what `features` returns."""
     if self.config.tie_embeddings:
       rows = self.embed.rows(x.dtype)
     else:
@@ -352,6 +373,28 @@ class Decoder(nn.Module):
     logits = linear.against_rows(x, rows)
     softcap = self.config.logit_softcap
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _rotations(c, positions, dtype):
+  """RoPE's rotation in layers that are not local and in those that are."""
+  if c.position != 'rope':
+    return None, None
+  frequencies = attention.rope_frequencies(
+    c.rope_dim,
+    c.rope_theta,
+    c.rope_scaling,
+    factor=c.rope_factor,
+    original_len=c.rope_original_len,
+    slow_turns=c.rope_slow_turns,
+    fast_turns=c.rope_fast_turns,
+  )
+  angles = attention.rope_angles(positions, frequencies)
+  rotation = attention.rotation(angles, dtype, c.rope_magnitude)
+  if c.rope_local_theta is None:
+    return rotation, None
+  local = attention.rope_frequencies(c.rope_dim, c.rope_local_theta)
+  angles = attention.rope_angles(positions, local)
+  return rotation, attention.rotation(angles, dtype)
 
 
 class Embedding(nn.Module):
@@ -370,7 +413,11 @@ class Embedding(nn.Module):
 
   def __call__(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[B, T] ids -> [B, T, D]."""
-    return self.embedding[ids].astype(dtype)
+    if self.embedding.dtype != jnp.bfloat16:
+      return self.embedding[ids].astype(dtype)
+    # By its bits: XLA on CPU would make a float32 copy of the whole table.
+    bits = jax.lax.bitcast_convert_type(self.embedding, jnp.uint16)[ids]
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
 
   def rows(self, dtype: jnp.dtype) -> jax.Array:
     """[rows, D]."""
@@ -382,6 +429,7 @@ class Head(nn.Module):
 
   embed_dim: int
   vocab_size: int
+  use_bias: bool = False
 
   def setup(self):
     self.kernel = self.param(
@@ -390,19 +438,33 @@ class Head(nn.Module):
       (self.embed_dim, self.vocab_size),
       jnp.float32,
     )
+    if self.use_bias:
+      self.bias = self.param(
+        'bias', nn.initializers.zeros, (self.vocab_size,), jnp.float32
+      )
 
   def rows(self, dtype: jnp.dtype) -> jax.Array:
-    """[V, D]."""
-    return self.kernel.T.astype(dtype)
+    """[V, D], or [V, D + 1] with the bias."""
+    return _rows(self.kernel, self.bias if self.use_bias else None, dtype)
 
 
 def head_rows(config: ModelConfig, params: Params) -> jax.Array:
-  """The output embedding [V, D] of a parameter tree, in the compute dtype."""
+  """The output embedding of a parameter tree, in the compute dtype.
+
+  [V, D], or [V, D + 1] with the bias that `Decoder.features` provides for.
+  """
   if config.tie_embeddings:
-    rows = params['embed']['embedding']
-  else:
-    rows = params['head']['kernel'].T
-  return rows.astype(config.dtype)
+    return params['embed']['embedding'].astype(config.dtype)
+  head = params['head']
+  return _rows(head['kernel'], head.get('bias'), config.dtype)
+
+
+def _rows(kernel, bias, dtype):
+  """A head's kernel [D, V] and bias [V] as rows."""
+  rows = kernel.T.astype(dtype)
+  if bias is None:
+    return rows
+  return jnp.concatenate([rows, bias.astype(dtype)[:, None]], axis=1)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

@@ -10,8 +10,8 @@ by its rank: kernels decay, embeddings when `decay_embeddings` says so, norm
 scales and biases never. A tree whose layers are stacked along a leading axis
 is therefore treated as one with a subtree for each layer.
 
-The chain does not clip. The train step calls `clip_by_global_norm`, which
-also returns the norm that it logs.
+The chain does not clip. The train step multiplies gradients by `clip_factor`
+together with their other factors, in one pass.
 """
 
 import difflib
@@ -167,18 +167,36 @@ def make_optimizer(
   return optimizer, schedule
 
 
-def clip_by_global_norm(grads, max_norm: float):
-  """Returns the gradients, scaled to a norm of at most max_norm, and the norm.
+def clip_factor(norm: jax.Array, max_norm: float) -> jax.Array:
+  """What a gradient of this norm is multiplied by to have at most max_norm.
 
-  The norm is that before clipping. With max_norm 0 nothing is clipped. A norm
-  that is not finite makes every gradient nan: skip such an update.
+  With max_norm 0 nothing is clipped.
   """
-  norm = optax.tree.norm(grads)
   if not max_norm:
-    return grads, norm
-  scale = max_norm / jnp.maximum(norm, max_norm)
-  scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
-  return jax.tree.map(lambda g: g * scale, grads), norm
+    return jnp.ones_like(norm)
+  return max_norm / jnp.maximum(norm, max_norm)
+
+
+def update_if(
+  finite: jax.Array, update: Callable, old, branch: bool | None = None
+):
+  """Returns update(old) if finite, else old; both are trees of one shape.
+
+  Args:
+    finite: [] bool.
+    update: the function.
+    old: its argument.
+    branch: whether to decide before updating or to select afterwards, with the
+      same result. A selection is free where it is fused with the update, which
+      XLA on CPU does not: there it takes as long as the update itself. None:
+      the faster one for the platform.
+  """
+  if branch is None:
+    branch = jax.default_backend() == 'cpu'
+  if branch:
+    return jax.lax.cond(finite, update, lambda old: old, old)
+  keep = lambda new, old: jnp.where(finite, new, old)
+  return jax.tree.map(keep, update(old), old)
 
 
 def _check_name(config, field, table):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import pathlib
 import platform
+import subprocess
 
 import jax
 
@@ -15,7 +16,6 @@ from gqa import sharding
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
-_MAX_INT = 2**31 - 1
 
 
 def start(config) -> None:
@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
     return
   libc = ctypes.CDLL(None)
   libc.mallopt(_M_MMAP_MAX, 0)
-  libc.mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
+  libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
   # Only the main arena can hold blocks of any size.
   libc.mallopt(_M_ARENA_MAX, 1)
 
@@ -57,3 +57,17 @@ def cache_compiled_programs(directory: str) -> None:
     return
   path = pathlib.Path(os.path.expanduser(directory)).absolute()
   jax.config.update('jax_compilation_cache_dir', str(path))
+
+
+def git_revision() -> str:
+  """The source's commit, '' where there is none."""
+  try:
+    return subprocess.run(
+      ['git', 'rev-parse', 'HEAD'],
+      cwd=os.path.dirname(__file__),
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return ''

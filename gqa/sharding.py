@@ -64,6 +64,7 @@ PARAMETERS = {
   'down/kernel': ('mlp', 'embed'),
   'down/bias': ('embed',),
   'head/kernel': ('embed', 'vocab'),
+  'head/bias': ('vocab',),
   'norm/scale': (None,),
   'norm/bias': (None,),
 }

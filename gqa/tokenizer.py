@@ -5,7 +5,10 @@ never as the special token, so no document can end another one. Both kinds of
 tokenizer have the same interface:
 
   vocab_size, bos_id, eos_id: ints; every id is in [0, vocab_size).
+  stop_ids: the ids that end a text, eos_id and bos_id among them.
+  add_bos: whether the model expects a text to begin with bos_id.
   encode(text): [n] int32, without special tokens.
+  encode_prompt(text): [n] int32 to continue, with bos_id if add_bos; not empty.
   encode_batch(texts): a list of the same.
   decode(ids): text; special tokens are dropped and invalid UTF-8 replaced.
   token_bytes(id): the bytes that one token stands for, b'' for a special one.
@@ -19,7 +22,17 @@ import numpy as np
 
 FILE = 'tokenizer.json'
 _NAMES_FILE = 'tokenizer_config.json'
-FILES = (FILE, _NAMES_FILE)  # what `save` may write
+_GENERATION_FILE = 'generation_config.json'
+# Kept for other programs that a model may be exported to; not read here.
+COMPANIONS = (
+  'added_tokens.json',
+  'chat_template.jinja',
+  'merges.txt',
+  'special_tokens_map.json',
+  'tokenizer.model',
+  'vocab.json',
+)
+FILES = (FILE, _NAMES_FILE, _GENERATION_FILE, *COMPANIONS)  # of `save`
 
 # Usual names of special tokens, the first one in the vocabulary is taken. A
 # tokenizer_config.json beside the file goes before them. Where only one of
@@ -44,10 +57,24 @@ MIN_BPE_SIZE = 258  # all bytes and two special tokens
 _CHECK_IDS = 1 << 24  # ids looked at in one go
 
 
-class ByteTokenizer:
+class _Tokenizer:
+  """What the kinds have in common."""
+
+  add_bos = True
+
+  def encode_prompt(self, text):
+    """Returns the ids of a text to continue."""
+    ids = self.encode(text)
+    if self.add_bos or not ids.size:
+      ids = np.concatenate([np.array([self.bos_id], np.int32), ids])
+    return ids
+
+
+class ByteTokenizer(_Tokenizer):
   """Ids 0..255 are bytes; it needs no file and loses nothing."""
 
   vocab_size, bos_id, eos_id = 258, 256, 257
+  stop_ids = (257, 256)
 
   def encode(self, text):
     """Returns the UTF-8 bytes of `text`, [n] int32."""
@@ -72,10 +99,20 @@ class ByteTokenizer:
     _write_json(os.path.join(directory, FILE), {'type': 'bytes'})
 
 
-class FileTokenizer:
-  """A tokenizer of the `tokenizers` library."""
+class FileTokenizer(_Tokenizer):
+  """A tokenizer of the `tokenizers` library.
 
-  def __init__(self, tokenizer, bos_id, eos_id):
+  Args:
+    tokenizer: of that library.
+    bos_id: of the token that begins a text.
+    eos_id: of the token that ends it.
+    settings: JSON objects by the name of the file they came from, of
+      tokenizer_config.json and generation_config.json, which may name more
+      ids that end a text.
+    companions: bytes of other files by name, to be saved again.
+  """
+
+  def __init__(self, tokenizer, bos_id, eos_id, settings=None, companions=None):
     tokenizer.encode_special_tokens = True  # in a text they are text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -86,10 +123,15 @@ class FileTokenizer:
     added = tokenizer.get_added_tokens_decoder()
     self._special = {i for i, token in added.items() if token.special}
     self._special |= {bos_id, eos_id}
+    self._settings, self._companions = settings or {}, companions or {}
+    given = self._settings.get(_GENERATION_FILE, {}).get('eos_token_id')
+    given = given if isinstance(given, list) else [given]
+    others = [i for i in given if type(i) is int and i >= 0]
+    self.stop_ids = tuple(dict.fromkeys([eos_id, bos_id, *others]))
     decoder = json.loads(tokenizer.to_str())['decoder'] or {}
     parts = [decoder, *decoder.get('decoders', ())]
     kinds = [part.get('type') for part in parts]
-    self._bytes_of = _byte_alphabet() if 'ByteLevel' in kinds else None
+    self._bytes_of = byte_alphabet() if 'ByteLevel' in kinds else None
 
   def encode(self, text):
     """Returns the ids of `text` without special tokens, [n] int32."""
@@ -128,7 +170,16 @@ class FileTokenizer:
       'bos_token': self._tokenizer.id_to_token(self.bos_id),
       'eos_token': self._tokenizer.id_to_token(self.eos_id),
     }
+    names = self._settings.get(_NAMES_FILE, {}) | names
     _write_json(os.path.join(directory, _NAMES_FILE), names)
+    if _GENERATION_FILE in self._settings:
+      _write_json(
+        os.path.join(directory, _GENERATION_FILE),
+        self._settings[_GENERATION_FILE],
+      )
+    for name, content in self._companions.items():
+      with open(os.path.join(directory, name), 'wb') as f:
+        f.write(content)
 
 
 def load(spec):
@@ -166,7 +217,19 @@ def load(spec):
     raise ValueError(
       f'tokenizer={path} is not a file of the tokenizers library: {e}'
     ) from e
-  return FileTokenizer(tokenizer, *_special_ids(tokenizer, path))
+  directory = os.path.dirname(path)
+  settings, companions = {}, {}
+  for name in (_NAMES_FILE, _GENERATION_FILE):
+    beside = os.path.join(directory, name)
+    if os.path.isfile(beside):
+      settings[name] = _read_json(beside)
+  for name in COMPANIONS:
+    beside = os.path.join(directory, name)
+    if os.path.isfile(beside):
+      with open(beside, 'rb') as f:
+        companions[name] = f.read()
+  ids = _special_ids(tokenizer, path, settings)
+  return FileTokenizer(tokenizer, *ids, settings, companions)
 
 
 def train_bpe(texts, vocab_size):
@@ -218,27 +281,29 @@ def check_ids(ids, vocab_size, where='tokens'):
         )
 
 
-def _special_ids(tokenizer, path):
+def _special_ids(tokenizer, path, settings):
   """Returns (bos_id, eos_id) of a file, by the names given or the usual ones.
 
   Args:
     tokenizer: of the `tokenizers` library.
-    path: of its file; a tokenizer_config.json may lie beside it.
+    path: of its file.
+    settings: as of `FileTokenizer`; ids in generation_config.json go after the
+      names in tokenizer_config.json and before the usual names.
   """
-  given = {}
-  names_path = os.path.join(os.path.dirname(path), _NAMES_FILE)
-  if os.path.isfile(names_path):
-    try:
-      with open(names_path, encoding='utf-8') as f:
-        given = json.load(f)
-    except ValueError as e:
-      raise ValueError(f'{names_path} is not JSON: {e}') from e
-
+  names = settings.get(_NAMES_FILE, {})
+  generation = settings.get(_GENERATION_FILE, {})
   found = []
   for key, usual in (('bos_token', BOS_NAMES), ('eos_token', EOS_NAMES)):
-    name = given.get(key)
+    name = names.get(key)
     name = name.get('content') if isinstance(name, dict) else name
-    ids = [tokenizer.token_to_id(n) for n in (name, *usual) if n]
+    given = generation.get(f'{key}_id')
+    given = given[0] if isinstance(given, list) and given else given
+    known = type(given) is int and tokenizer.id_to_token(given) is not None
+    ids = [
+      tokenizer.token_to_id(name) if name else None,
+      given if known else None,
+      *(tokenizer.token_to_id(n) for n in usual),
+    ]
     found.append(next((i for i in ids if i is not None), None))
   bos, eos = found
   if bos is None and eos is None:
@@ -250,7 +315,7 @@ def _special_ids(tokenizer, path):
   return (eos if bos is None else bos), (bos if eos is None else eos)
 
 
-def _byte_alphabet():
+def byte_alphabet():
   """Returns the byte for each character that byte-level BPE writes it as.
 
   Printable characters of Latin-1 stand for themselves; the other bytes, in
@@ -260,6 +325,17 @@ def _byte_alphabet():
   others = [b for b in range(256) if b not in printable]
   alphabet = {chr(b): b for b in printable}
   return alphabet | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _read_json(path):
+  try:
+    with open(path, encoding='utf-8') as f:
+      value = json.load(f)
+  except ValueError as e:
+    raise ValueError(f'{path} is not JSON: {e}') from e
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} is no JSON object.')
+  return value
 
 
 def _write_json(path, value):

@@ -152,16 +152,22 @@ def make_train_step(config, model_config: ModelConfig):
     (total, nll), grads = summed_gradient(state.params, batch, key)
     count = batch['weights'].sum()
     scale = 1.0 / jnp.maximum(count, 1.0)
-    grads = jax.tree.map(lambda g: g * scale, grads)
-    grads, grad_norm = optim.clip_by_global_norm(grads, clip_norm)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    grad_norm = optax.tree.norm(grads) * scale
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
-    keep = lambda new, old: jnp.where(finite, new, old)
+    factor = scale * optim.clip_factor(grad_norm, clip_norm)
+
+    def update(old):
+      params, opt_state = old
+      mean = jax.tree.map(lambda g: g * factor, grads)
+      updates, opt_state = optimizer.update(mean, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    old = state.params, state.opt_state
+    params, opt_state = optim.update_if(finite, update, old)
     new_state = TrainState(
       step=state.step + 1,
-      params=jax.tree.map(keep, params, state.params),
-      opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+      params=params,
+      opt_state=opt_state,
       nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
       skipped=state.skipped + jnp.where(finite, 0, 1),
     )

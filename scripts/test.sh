@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 extras=dev
 if [ "${1:-}" = --peers ]; then
-  extras=dev,peers
+  extras=dev,gguf,peers
   shift
 fi
 bash scripts/setup.sh "$extras"

@@ -12,7 +12,7 @@ from gqa import attention
 B, N, H = 2, 4, 8
 
 
-def numpy_attention(q, k, v, segments=None, window=None):
+def numpy_attention(q, k, v, segments=None, window=None, softcap=None):
   """One query, one head at a time, in float64; KV head n // G."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = np.zeros_like(q)
@@ -24,6 +24,8 @@ def numpy_attention(q, k, v, segments=None, window=None):
     if segments is not None:
       visible &= np.asarray(segments[b]) == int(segments[b, t])
     scores = k[b, visible, n // group] @ q[b, t, n]
+    if softcap is not None:
+      scores = softcap * np.tanh(scores / softcap)
     weights = np.exp(scores - scores.max())
     out[b, t, n] = (weights / weights.sum()) @ v[b, visible, n // group]
   return out
@@ -87,6 +89,59 @@ def test_blockwise_gradients_match_those_of_the_reference(K, window):
       np.testing.assert_allclose(got, want, atol=2e-5, err_msg=name)
 
 
+def test_a_softcap_bounds_scores_forward_and_backward():
+  q, k, v, segments = make_inputs(2, 19, packed=True)
+  cotangent = jax.random.normal(jax.random.key(9), q.shape)
+  softcap, window = 0.7, 5
+  functions = {
+    'einsum': lambda q, k, v: attention.attention(
+      q,
+      k,
+      v,
+      segments,
+      window=window,
+      softcap=softcap,
+      implementation='einsum',
+    ),
+    'unrolled': lambda q, k, v: attention.blockwise_attention(
+      q, k, v, segments, window, 7, softcap
+    ),
+    'looped': lambda q, k, v: attention.blockwise_attention(
+      q, k, v, segments, window, 1, softcap
+    ),
+  }
+
+  def value(name, *qkv):
+    out = functions[name](*qkv)
+    return (out * cotangent).sum(), out
+
+  pulls = {
+    name: jax.jit(
+      jax.value_and_grad(functools.partial(value, name), (0, 1, 2), True)
+    )(q, k, v)
+    for name in functions
+  }
+  expected = numpy_attention(q, k, v, segments, window, softcap)
+  plain = numpy_attention(q, k, v, segments, window)
+  assert np.abs(expected - plain).max() > 0.1
+  for name, ((_, out), grads) in pulls.items():
+    np.testing.assert_allclose(out, expected, atol=2e-6, err_msg=name)
+    for got, want in zip(grads, pulls['einsum'][1], strict=True):
+      np.testing.assert_allclose(got, want, atol=2e-5, err_msg=name)
+
+
+def test_fused_attention_refuses_a_softcap_and_auto_goes_round_it():
+  q, k, v, _ = make_inputs(2, 8, packed=False)
+  options = dict(softcap=1.0)
+  with pytest.raises(ValueError, match='fused attention has no softcap=1.0'):
+    attention.attention(q, k, v, None, implementation='fused', **options)
+  np.testing.assert_allclose(
+    attention.attention(q, k, v, None, **options),
+    numpy_attention(q, k, v, softcap=1.0),
+    atol=2e-6,
+  )
+
+
 def test_loop_pads_a_last_block_without_nan():
   q, k, v, segments = make_inputs(2, 35, packed=True)  # 18 blocks of two
   value = lambda *qkv: attention.blockwise_attention(
@@ -135,8 +190,10 @@ def test_query_heads_read_kv_heads_in_blocks_never_in_tiles():
 
 def test_rope_scores_depend_on_distance_only():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, H))
+  frequencies = attention.rope_frequencies(H, 10_000.0)
+  angles = lambda t: attention.rope_angles(jnp.array([[t]]), frequencies)
   rotate = lambda x, t: attention.apply_rope(
-    x, attention.rope_angles(jnp.array([[t]]), H, 10_000.0)
+    x, attention.rotation(angles(t), x.dtype)
   )
   near = (rotate(q, 7) * rotate(k, 3)).sum()
   far = (rotate(q, 1007) * rotate(k, 1003)).sum()
@@ -147,20 +204,22 @@ def test_rope_scores_depend_on_distance_only():
 
 def test_rope_angles_stay_exact_beyond_what_bfloat16_can_count():
   positions = jnp.array([[256, 257, 4095]])
-  angles = attention.rope_angles(positions, H, 10_000.0)
+  frequencies = attention.rope_frequencies(H, 10_000.0)
+  angles = attention.rope_angles(positions, frequencies)
   exact = np.array([256, 257, 4095])[:, None] * 10_000.0 ** (
     -np.arange(0, H, 2) / H
   )
   np.testing.assert_allclose(np.cos(angles[0]), np.cos(exact), atol=4e-3)
   np.testing.assert_allclose(np.sin(angles[0]), np.sin(exact), atol=4e-3)
   ones = jnp.ones((1, 3, 1, H), jnp.bfloat16)
-  rotated = attention.apply_rope(ones, angles)
+  rotated = attention.apply_rope(ones, attention.rotation(angles, ones.dtype))
   assert (rotated[0, 0] != rotated[0, 1]).any()
 
 
 def test_partial_rope_leaves_the_rest_of_the_head():
   x = jax.random.normal(jax.random.key(0), (1, 3, 2, H))
-  angles = attention.rope_angles(jnp.array([[0, 5, 9]]), 4, 10_000.0)
-  rotated = attention.apply_rope(x, angles)
+  frequencies = attention.rope_frequencies(4, 10_000.0)
+  angles = attention.rope_angles(jnp.array([[0, 5, 9]]), frequencies)
+  rotated = attention.apply_rope(x, attention.rotation(angles, x.dtype))
   np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
   assert (rotated[0, 1, :, :4] != x[0, 1, :, :4]).all()

@@ -13,9 +13,12 @@ from gqa.config import (
   ATTENTIONS,
   DTYPES,
   MLPS,
+  NORM_POSITIONS,
   NORMS,
   POSITIONS,
+  QK_NORM_AXES,
   REMATS,
+  ROPE_SCALINGS,
   ModelConfig,
   divisors,
 )
@@ -30,6 +33,7 @@ SIZES = dict(
   max_len=16,
 )
 GATED, PLAIN = 'swiglu', 'gelu'
+QK = dict(qk_norm=True)
 
 
 def make(**fields):
@@ -91,7 +95,10 @@ def test_sizes_are_at_least_one(name, value):
   ('name', 'choices'),
   [
     ('position', POSITIONS),
+    ('rope_scaling', ROPE_SCALINGS),
     ('norm', NORMS),
+    ('norm_position', NORM_POSITIONS),
+    ('qk_norm_axes', QK_NORM_AXES),
     ('mlp', MLPS),
     ('attention', ATTENTIONS),
     ('remat', REMATS),
@@ -102,8 +109,10 @@ def test_unknown_choices_list_the_known(name, choices):
   message = re.escape(f"{name}='other' is unknown; choose one of {choices}")
   with pytest.raises(ValueError, match=message):
     make(**{name: 'other'})
+  needed = {'rope_scaling': dict(rope_original_len=8), 'qk_norm_axes': QK}
   for choice in choices:
-    assert getattr(make(**{name: choice}), name) == choice
+    made = make(**{name: choice} | needed.get(name, {}))
+    assert getattr(made, name) == choice
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,14 @@ def test_unknown_choices_list_the_known(name, choices):
     ({'rope_theta': float('inf')}, 'rope_theta=inf must be positive'),
     ({'sliding_window': 0}, 'sliding_window=0 must be positive'),
     ({'logit_softcap': -2.0}, 'logit_softcap=-2.0 must be positive'),
+    ({'attention_softcap': 0.0}, 'attention_softcap=0.0 must be positive'),
+    ({'query_scale_dim': 0}, 'query_scale_dim=0 must be positive'),
+    ({'rope_local_theta': -1.0}, 'rope_local_theta=-1.0 must be positive'),
+    ({'rope_magnitude': 0.0}, 'rope_magnitude=0.0 must be positive'),
+    (
+      {'rope_slow_turns': 40.0},
+      'rope_slow_turns=40.0 must be below rope_fast_turns=32.0',
+    ),
     ({'dropout': 1.0}, r'dropout=1.0 must be in \[0, 1\)'),
     ({'dropout': -0.1}, r'dropout=-0.1 must be in \[0, 1\)'),
     ({'dropout': float('nan')}, r'dropout=nan must be in \[0, 1\)'),
@@ -137,6 +154,68 @@ def test_unknown_choices_list_the_known(name, choices):
 def test_numbers_out_of_range_name_field_value_and_rule(fields, message):
   with pytest.raises(ValueError, match=message):
     make(**fields)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    (
+      {'global_layers': (0,)},
+      r'global_layers=\(0,\).*sliding_window is not se',
+    ),
+    (
+      {'global_layers': (2,), 'sliding_window': 4},
+      r'global_layers=\(2,\) must be increasing numbers of layers, from 0 to 1',
+    ),
+    (
+      {'global_layers': (0, 0), 'sliding_window': 4},
+      'must be increasing numbers',
+    ),
+    (
+      {'global_layers': (0, 1), 'sliding_window': 4},
+      'are all layers; unset sliding_window',
+    ),
+    (
+      {'rope_scaling': 'linear', 'position': 'learned'},
+      "rope_scaling='linear' needs position='rope'",
+    ),
+    (
+      {'rope_factor': 2.0},
+      "rope_factor=2.0 does nothing with .*'none'; choose",
+    ),
+    ({'rope_scaling': 'yarn'}, "'yarn' needs rope_original_len.*; set it"),
+    ({'rope_scaling': 'llama3'}, "'llama3' needs rope_original_len"),
+    (
+      {'rope_magnitude': 1.2, 'rope_scaling': 'linear'},
+      "rope_magnitude=1.2 needs rope_scaling='yarn', not 'linear'",
+    ),
+    (
+      {'rope_local_theta': 10.0},
+      "rope_local_theta=10.0 needs position='rope' and a sliding_window",
+    ),
+    ({'qk_norm_axes': 'heads'}, "qk_norm_axes='heads' needs qk_norm=True"),
+    ({'head_bias': True}, 'head_bias=True needs tie_embeddings=False'),
+    ({'shared_norm': True}, 'shared_norm=True needs parallel_residual=True'),
+    (
+      dict(shared_norm=True, parallel_residual=True, norm_position='both'),
+      "shared_norm=True needs .*norm_position='pre'",
+    ),
+    (
+      {'attention_softcap': 5.0, 'attention': 'fused'},
+      "attention_softcap=5.0 needs another attention than 'fused'",
+    ),
+  ],
+)
+def test_a_field_without_its_companion_is_named_with_it(fields, message):
+  with pytest.raises(ValueError, match=message):
+    make(**fields)
+
+
+def test_global_layers_are_the_ones_without_a_window():
+  config = make(sliding_window=5, global_layers=(1,))
+  assert config.windows == (5, None)
+  assert make().windows == (None, None)
+  assert make(sliding_window=5).windows == (5, 5)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +240,13 @@ def test_wrong_types_name_field_value_and_both_types(name, value, expected):
   )
   with pytest.raises(TypeError, match=message):
     make(**{name: value})
+
+
+@pytest.mark.parametrize('value', [3, (1.0,), ('0',), None, (True,)])
+def test_global_layers_are_a_tuple_of_ints(value):
+  message = re.escape(f'global_layers={value!r} must be a tuple of ints')
+  with pytest.raises(TypeError, match=message):
+    make(sliding_window=4, global_layers=value)
 
 
 def test_a_near_name_is_suggested_for_an_unknown_field():
@@ -222,7 +308,23 @@ def configs(draw):
   kv_heads = st.sampled_from(divisors(num_heads))
   size, flag = st.integers(1, 99), st.booleans()
   positive = st.floats(1e-9, 1e9)
-  return ModelConfig(
+  slow, fast = sorted(draw(st.tuples(positive, positive)))
+  more = {}
+  if draw(flag) and slow < fast:
+    more = dict(
+      rope_scaling='yarn',
+      rope_factor=draw(positive),
+      rope_original_len=draw(size),
+      rope_slow_turns=slow,
+      rope_fast_turns=fast,
+      rope_magnitude=draw(positive),
+    )
+  if draw(flag) and num_layers > 1:
+    layers = st.sets(st.integers(0, num_layers - 1), max_size=num_layers - 1)
+    more |= dict(
+      sliding_window=draw(size), global_layers=tuple(sorted(draw(layers)))
+    )
+  fields = dict(
     vocab_size=draw(size),
     num_layers=num_layers,
     embed_dim=draw(size),
@@ -233,7 +335,7 @@ def configs(draw):
     num_kv_heads=draw(
       st.none() | kv_heads | st.tuples(*[kv_heads] * num_layers)
     ),
-    position=draw(st.sampled_from(POSITIONS)),
+    position='rope' if more else draw(st.sampled_from(POSITIONS)),
     rope_theta=draw(positive),
     rope_fraction=draw(st.sampled_from([0.5, 1.0])),
     norm=draw(st.sampled_from(NORMS)),
@@ -252,7 +354,11 @@ def configs(draw):
     dtype=draw(st.sampled_from(DTYPES)),
     attention=draw(st.sampled_from(ATTENTIONS)),
     remat=draw(st.sampled_from(REMATS)),
+    norm_position=draw(st.sampled_from(NORM_POSITIONS)),
+    norm_offset=draw(flag),
+    query_scale_dim=draw(st.none() | size),
   )
+  return ModelConfig(**fields | more)
 
 
 @settings(deadline=None)

@@ -29,6 +29,11 @@ def inputs(dtype=np.float32):
   return features, head, targets, weights
 
 
+def limit_slices(monkeypatch, elements, heads=0):
+  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', elements)
+  monkeypatch.setattr(loss, 'SLICE_HEADS', heads)
+
+
 def numpy_cross_entropy(
   features, head, targets, weights, *, z_loss=0.0, softcap=None
 ):
@@ -76,7 +81,7 @@ def values_and_grads(*arrays, **settings):
 def slices(request, monkeypatch):
   """Runs a test with one slice, and with slices of 5, 5 and 2 positions."""
   if request.param == 'sliced':
-    monkeypatch.setattr(loss, 'SLICE_ELEMENTS', B * V * 5)
+    limit_slices(monkeypatch, B * V * 5)
   return request.param
 
 
@@ -94,7 +99,7 @@ def test_values_and_gradients_match_plain_ones(case, slices):
 
 @pytest.mark.parametrize('positions', [1, 4, 5, 7, 11, 12, 99])
 def test_slices_cover_each_position_once_and_stay_small(positions, monkeypatch):
-  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', B * V * positions)
+  limit_slices(monkeypatch, B * V * positions)
   features, head, *_ = inputs()
   parts = loss._slices(features, head)
   covered = [t for part in parts for t in range(part.start, part.stop)]
@@ -102,8 +107,15 @@ def test_slices_cover_each_position_once_and_stay_small(positions, monkeypatch):
   assert max(part.stop - part.start for part in parts) <= positions
 
 
+def test_a_slice_is_no_smaller_than_the_head_it_is_added_to(monkeypatch):
+  features, head, *_ = inputs()
+  limit_slices(monkeypatch, 1, heads=1)  # D positions of one row, D / B of B
+  parts = loss._slices(features, head)
+  assert [part.stop - part.start for part in parts] == [D // B] * (T * B // D)
+
+
 def test_one_position_is_a_slice_even_if_it_is_too_large(monkeypatch):
-  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', 1)
+  limit_slices(monkeypatch, 1)
   arrays = inputs()
   assert len(loss._slices(*arrays[:2])) == T
   (total, _), _ = values_and_grads(*arrays)
@@ -126,7 +138,7 @@ def test_no_array_of_all_logits_exists_in_the_sliced_program(
     return jax.jit(step).lower(*inputs()).compile()
 
   assert largest_array(compile_()) == B * T * V  # One slice: all of them.
-  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', B * V * 3)
+  limit_slices(monkeypatch, B * V * 3)
   assert largest_array(compile_()) <= max(B * V * 3, B * T * D, V * D)
 
 
@@ -205,7 +217,7 @@ def test_bfloat16_features_are_summed_in_float32(slices):
 def test_bfloat16_gradients_are_rounded_once_whatever_the_slices(monkeypatch):
   arrays = inputs(jnp.bfloat16)
   _, whole = values_and_grads(*arrays)
-  monkeypatch.setattr(loss, 'SLICE_ELEMENTS', 1)
+  limit_slices(monkeypatch, 1)
   _, sliced = values_and_grads(*arrays)
   for got, want in zip(sliced, whole, strict=True):
     np.testing.assert_allclose(

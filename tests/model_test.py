@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,50 @@ CONFIGS = {
     sliding_window=5,
     logit_softcap=4.0,
     tie_embeddings=False,
+  ),
+  'gemma3-like': dict(
+    num_kv_heads=1,
+    rope_theta=300.0,
+    rope_scaling='linear',
+    rope_factor=8.0,
+    rope_local_theta=10.0,
+    norm_position='both',
+    norm_offset=True,
+    mlp='geglu',
+    qk_norm=True,
+    query_scale_dim=5,
+    attention_softcap=1.5,
+    sliding_window=3,
+    global_layers=(1,),
+    embed_scale=True,
+  ),
+  'olmo2-like': dict(
+    rope_theta=100.0,
+    rope_scaling='llama3',
+    rope_factor=8.0,
+    rope_original_len=32,
+    rope_fast_turns=4.0,
+    norm_position='post',
+    qk_norm=True,
+    qk_norm_axes='heads',
+  ),
+  'phi-like': dict(
+    rope_theta=100.0,
+    rope_fraction=0.75,
+    rope_scaling='yarn',
+    rope_factor=4.0,
+    rope_original_len=64,
+    rope_slow_turns=0.5,
+    rope_magnitude=1.14,
+    norm='layernorm',
+    mlp='gelu_exact',
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tie_embeddings=False,
+    head_bias=True,
+    parallel_residual=True,
+    shared_norm=True,
   ),
 }
 
@@ -140,49 +185,72 @@ def numpy_decoder(config, params, tokens, positions, segments):
     x = x + p['position_embed']['embedding'][positions]
   for i in range(c.num_layers):
     layer = p[f'layer_{i}']
-    normed = numpy_norm(c.norm, x, layer['attention_norm'], c.norm_eps)
-    mixed = numpy_attention(c, layer['attention'], normed, positions, segments)
+    norm = lambda name, x, layer=layer: (
+      numpy_norm(c, x, layer[name]) if name in layer else x
+    )
+    normed = norm('attention_norm', x)
+    mixed = numpy_attention(
+      c, i, layer['attention'], normed, positions, segments
+    )
+    mixed = norm('attention_post_norm', mixed)
     stream = x if c.parallel_residual else x + mixed
-    normed = numpy_norm(c.norm, stream, layer['mlp_norm'], c.norm_eps)
-    x = x + mixed + numpy_mlp(c.mlp, layer['mlp'], normed)
-  x = numpy_norm(c.norm, x, p['final_norm'], c.norm_eps)
+    if not c.shared_norm:
+      normed = norm('mlp_norm', stream)
+    hidden = numpy_mlp(c.mlp, layer['mlp'], normed)
+    x = x + mixed + norm('mlp_post_norm', hidden)
+  x = numpy_norm(c, x, p['final_norm'])
   if c.tie_embeddings:
     logits = x @ p['embed']['embedding'].T
   else:
-    logits = x @ p['head']['kernel']
+    logits = x @ p['head']['kernel'] + p['head'].get('bias', 0)
   if c.logit_softcap is not None:
     logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
   return logits
 
 
-def numpy_norm(kind, x, p, eps):
-  if kind == 'rmsnorm':
-    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * p['scale']
+def numpy_norm(c, x, p, kind=None):
+  scale = p['scale'] + (1 if c.norm_offset else 0)
+  if (kind or c.norm) == 'rmsnorm':
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + c.norm_eps) * scale
   centred = x - np.mean(x, -1, keepdims=True)
   variance = np.var(x, -1, keepdims=True)
-  return centred / np.sqrt(variance + eps) * p['scale'] + p['bias']
+  return centred / np.sqrt(variance + c.norm_eps) * scale + p['bias']
 
 
-def numpy_attention(c, p, x, positions, segments):
+def numpy_attention(c, layer, p, x, positions, segments):
   project = lambda name: (
     np.einsum('btd,dnh->btnh', x, p[name]['kernel']) + p[name].get('bias', 0)
   )
   q, k, v = project('query'), project('key'), project('value')
   if c.qk_norm:
-    q = numpy_norm('rmsnorm', q, p['query_norm'], c.norm_eps)
-    k = numpy_norm('rmsnorm', k, p['key_norm'], c.norm_eps)
+    size = (
+      (lambda y: y[0, 0].size)
+      if c.qk_norm_axes == 'heads'
+      else (lambda y: c.head_dim)
+    )
+    q, k = (
+      numpy_norm(
+        c, y.reshape(*y.shape[:2], -1, size(y)), p[name], 'rmsnorm'
+      ).reshape(y.shape)
+      for y, name in ((q, 'query_norm'), (k, 'key_norm'))
+    )
+  window = None if layer in c.global_layers else c.sliding_window
   if c.position == 'rope':
-    q, k = numpy_rope(c, q, positions), numpy_rope(c, k, positions)
+    local = window is not None and c.rope_local_theta is not None
+    turn = numpy_local_rope if local else numpy_rope
+    q, k = turn(c, q, positions), turn(c, k, positions)
   out = np.zeros_like(q)
   group = c.num_heads // k.shape[2]
   for b, t, n in np.ndindex(*q.shape[:3]):
     seen = [
       s
       for s in range(t + 1)
-      if segments[b, s] == segments[b, t]
-      and (c.sliding_window is None or t - s < c.sliding_window)
+      if segments[b, s] == segments[b, t] and (window is None or t - s < window)
     ]
-    scores = k[b, seen, n // group] @ q[b, t, n] / np.sqrt(c.head_dim)
+    scores = k[b, seen, n // group] @ q[b, t, n]
+    scores = scores / np.sqrt(c.query_scale_dim or c.head_dim)
+    if c.attention_softcap is not None:
+      scores = c.attention_softcap * np.tanh(scores / c.attention_softcap)
     weights = np.exp(scores - scores.max())
     out[b, t, n] = weights @ v[b, seen, n // group] / weights.sum()
   out = np.einsum('btnh,nhd->btd', out, p['out']['kernel'])
@@ -191,14 +259,40 @@ def numpy_attention(c, p, x, positions, segments):
 
 def numpy_rope(c, x, positions):
   dim = int(c.head_dim * c.rope_fraction)
-  x = x.copy()
+  frequencies = c.rope_theta ** (-np.arange(0, dim, 2) / dim)
+  turns = (c.rope_original_len or 0) * frequencies / (2 * np.pi)
+  slow, fast = c.rope_slow_turns, c.rope_fast_turns
+  if c.rope_scaling == 'linear':
+    frequencies = frequencies / c.rope_factor
+  elif c.rope_scaling == 'llama3':
+    mix = np.interp(turns, [slow, fast], [0, 1])
+    frequencies = frequencies * (mix + (1 - mix) / c.rope_factor)
+  elif c.rope_scaling == 'yarn':
+    # The (fractional) pair that turns so often.
+    pair = lambda n: np.interp(
+      np.log(n), np.log(turns[::-1]), np.arange(dim // 2)[::-1]
+    )
+    ends = [np.floor(pair(fast)), np.ceil(pair(slow))]
+    mix = np.interp(np.arange(dim // 2), ends, [1, 0])
+    frequencies = frequencies * (mix + (1 - mix) / c.rope_factor)
+  return numpy_rotation(x, positions, frequencies, c.rope_magnitude)
+
+
+def numpy_local_rope(c, x, positions):
+  dim = int(c.head_dim * c.rope_fraction)
+  frequencies = c.rope_local_theta ** (-np.arange(0, dim, 2) / dim)
+  return numpy_rotation(x, positions, frequencies, 1.0)
+
+
+def numpy_rotation(x, positions, frequencies, magnitude):
+  x, half = x.copy(), len(frequencies)
   for b, t in np.ndindex(*positions.shape):
-    for j in range(dim // 2):
-      angle = positions[b, t] * c.rope_theta ** (-2 * j / dim)
-      rotation = np.array(
+    for j, frequency in enumerate(frequencies):
+      angle = positions[b, t] * frequency
+      rotation = magnitude * np.array(
         [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
       )
-      pair = [j, j + dim // 2]
+      pair = [j, j + half]
       x[b, t][:, pair] = x[b, t][:, pair] @ rotation.T
   return x
 
@@ -207,6 +301,7 @@ def numpy_mlp(kind, p, x):
   gelu = lambda y: (
     y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
   )
+  exact = lambda y: y / 2 * (1 + np.vectorize(math.erf)(y / np.sqrt(2)))
   silu = lambda y: y / (1 + np.exp(-y))
   relu = lambda y: np.maximum(y, 0)
   dense = lambda name, y: y @ p[name]['kernel'] + p[name].get('bias', 0)
@@ -214,6 +309,7 @@ def numpy_mlp(kind, p, x):
     'swiglu': lambda: silu(dense('gate', x)) * dense('up', x),
     'geglu': lambda: gelu(dense('gate', x)) * dense('up', x),
     'gelu': lambda: gelu(dense('up', x)),
+    'gelu_exact': lambda: exact(dense('up', x)),
     'relu': lambda: relu(dense('up', x)),
   }[kind]()
   return dense('down', hidden)
@@ -229,7 +325,9 @@ def test_logits_match_an_independent_float64_decoder(name):
   np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize('name', ['base', 'gpt2-like', 'gemma-like'])
+@pytest.mark.parametrize(
+  'name', ['base', 'gpt2-like', 'gemma-like', 'olmo2-like', 'phi-like']
+)
 def test_gradients_match_finite_differences_of_that_decoder(name):
   config = make(**CONFIGS[name], num_layers=1)
   params, tokens = random_params(config), random_tokens()

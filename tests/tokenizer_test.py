@@ -176,3 +176,54 @@ def test_ids_outside_of_the_vocabulary_are_named(bad, monkeypatch):
 def test_ids_that_are_no_integers_are_refused():
   with pytest.raises(TypeError, match='float32'):
     tokenizer.check_ids(np.zeros(3, np.float32), 32)
+
+
+# What other libraries keep beside a file.
+
+
+def test_ids_that_end_a_text_are_those_of_the_generation_config_too(tmp_path):
+  names = ['<s>', '</s>', '<turn>']
+  made = _word_level(tmp_path / 'tokenizer.json', names)
+  turn = made.token_to_id('<turn>')
+  write = lambda **x: (tmp_path / 'generation_config.json').write_text(
+    json.dumps(x)
+  )
+  write(eos_token_id=[made.token_to_id('</s>'), turn])
+  t = tokenizer.load(str(tmp_path))
+  assert t.stop_ids == (t.eos_id, t.bos_id, turn)
+  write(eos_token_id=turn)
+  t = tokenizer.load(str(tmp_path))
+  # The file names the one that ends a text, and goes before usual names.
+  assert (t.eos_id, t.stop_ids) == (turn, (turn, t.bos_id))
+  assert tokenizer.ByteTokenizer().stop_ids == (257, 256)
+
+
+def test_what_lies_beside_a_file_is_saved_with_it(tmp_path):
+  _word_level(tmp_path / 'tokenizer.json', ['<s>', '</s>'])
+  beside = {
+    'tokenizer_config.json': {'bos_token': '<s>', 'chat_template': '{{ x }}'},
+    'generation_config.json': {'eos_token_id': [3, 1], 'top_p': 0.9},
+    'special_tokens_map.json': {'pad_token': '</s>'},
+  }
+  for name, content in beside.items():
+    (tmp_path / name).write_text(json.dumps(content))
+  (tmp_path / 'tokenizer.model').write_bytes(b'\x00\xff')
+  (tmp_path / 'copy').mkdir()
+  loaded = tokenizer.load(str(tmp_path))
+  loaded.save(tmp_path / 'copy')
+  for name, content in beside.items():
+    copied = json.loads((tmp_path / 'copy' / name).read_text())
+    assert content.items() <= copied.items()
+  assert (tmp_path / 'copy' / 'tokenizer.model').read_bytes() == b'\x00\xff'
+  again = tokenizer.load(str(tmp_path / 'copy'))
+  assert again.stop_ids == loaded.stop_ids
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+def test_a_prompt_begins_as_the_model_expects_and_is_not_empty(bpe, add_bos):
+  for t in (tokenizer.ByteTokenizer(), bpe):
+    t.add_bos = add_bos
+    begin = [t.bos_id] if add_bos else []
+    assert t.encode_prompt('cat').tolist() == [*begin, *t.encode('cat')]
+    assert t.encode_prompt('').tolist() == [t.bos_id]
+    t.add_bos = True

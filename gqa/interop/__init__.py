@@ -1,0 +1,1 @@
+"""Other people's checkpoints, in and out: `python -m gqa.interop`."""
