@@ -13,8 +13,18 @@ PACKAGE = ROOT / 'gqa'
 ALLOWED = {
   '__init__': set(),
   'attention': {'linear'},
+  'benchmark': {
+    'cells',
+    'cli',
+    'limits',
+    'measure',
+    'results',
+    'runtime',
+    'workers',
+  },
   'cache': set(),
   'cached_attention': {'attention', 'cache'},
+  'cells': {'cache', 'config', 'cost', 'devices', 'roofline'},
   'checkpoint': set(),
   'claims': {'cost', 'devices', 'presets', 'roofline'},
   'cli': set(),
@@ -49,8 +59,18 @@ ALLOWED = {
     'tokenizer',
   },
   'interop': {'attention', 'checkpoint', 'cli', 'config', 'tokenizer'},
+  'limits': {'metrics'},
   'linear': set(),
   'loss': {'linear'},
+  'measure': {
+    'cache',
+    'cells',
+    'config',
+    'decode',
+    'limits',
+    'model',
+    'sampling',
+  },
   'metrics': {'cost', 'devices'},
   'model': {
     'attention',
@@ -76,6 +96,7 @@ ALLOWED = {
   'prepare': {'text', 'tokenizer'},
   'presets': {'config', 'cost'},
   'relatives': {'config', 'cost', 'devices', 'roofline'},
+  'results': {'cells', 'metrics', 'tables'},
   'roofline': {'cost', 'devices'},
   'runtime': {'sharding'},
   'sampling': set(),
@@ -97,6 +118,7 @@ ALLOWED = {
     'runtime',
     'sharding',
   },
+  'workers': {'cells'},
 }
 # Not even inside of functions.
 FOREIGN = {'configs', 'experiments', 'scripts', 'tests', 'tensorflow', 'torch'}
