@@ -26,6 +26,7 @@ setup(
     'dev': [
       'hypothesis>=6.100',
       'pytest>=8',
+      'pytest-xdist>=3.6',
       'ruff>=0.9',
       'safetensors>=0.5',
     ],

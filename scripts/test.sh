@@ -12,4 +12,4 @@ bash scripts/setup.sh "$extras"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # -rs says how many tests were skipped, and why.
-exec .venv/bin/python -m pytest -rs "$@"
+exec .venv/bin/python -m pytest -rs -n auto "$@"
