@@ -125,8 +125,8 @@ class Walk:
       layer: parameters of the parent's.
     """
     shape = self._shape(index, self._config.kv_heads[index])
-    self.before = self.converted or self.parent
-    self.targets, self.scales, following = [], [], []
+    self.before = self.converted or list(self.parent)
+    self.targets, self.scales = [], []
     for i, place in enumerate(self.places):
       mixed, after = calibrate.through(shape, layer, self.parent[i], place)
       target, stream = mixed, mixed
@@ -136,8 +136,7 @@ class Walk:
           target = self._correction(shape, layer, i, mixed, after)
       self.targets.append(target)
       self.scales.append(_scale(stream, target))
-      following.append(after)
-    self.parent = following
+      self.parent[i] = after
     turns = self._turns[shape.is_local]
     self._moments = calibrate.moments(
       shape, layer, self.before, self.places, turns
@@ -159,32 +158,40 @@ class Walk:
     if not changes and not self.converted:
       return layer, {}
     shape, options = self._shape(index, num_kv_heads), self._options
-    layer, fitted, report = self._fitted(shape, layer)
+    layer, contexts, report = self._fitted(shape, layer)
     if options.reconstruct_steps:
-      moved = reconstruct.reconstruct(
-        shape,
-        layer,
-        self.before,
-        self.places,
-        self.targets,
-        self.scales,
-        self._moments.second,
-        options.reconstruct_steps,
-        options.seed + index,
-      )
-      moved, moved_fitted, moved_report = self._fitted(shape, moved)
-      if moved_report['output_error'] < report['output_error']:
-        layer, fitted = moved, moved_fitted
-        kept = ('output_error', 'damage', 'ridge')
-        report |= {k: v for k, v in moved_report.items() if k in kept}
+      contexts.clear()
+      layer, contexts, report = self._reconstructed(shape, layer, report, index)
     if options.sequential:
-      self.converted = [
-        calibrate.after(shape, layer, x, place, mixed)
-        for x, place, mixed in zip(
-          self.before, self.places, fitted, strict=True
-        )
-      ]
+      weights = refit.to_matrix(layer['attention']['out'])
+      weights = jnp.asarray(weights, jnp.float32)
+      self.converted = self.before
+      for i, place in enumerate(self.places):  # Large: replaced one by one.
+        mixed, contexts[i] = refit.apply(contexts[i], weights), None
+        x = self.converted[i]
+        self.converted[i] = calibrate.after(shape, layer, x, place, mixed)
     return layer, report
+
+  def _reconstructed(self, shape, layer, report, index):
+    """Takes gradient steps, and keeps what is better; returns as `_fitted`."""
+    moved = reconstruct.reconstruct(
+      shape,
+      layer,
+      self.before,
+      self.places,
+      self.targets,
+      self.scales,
+      self._moments.second,
+      self._options.reconstruct_steps,
+      self._options.seed + index,
+    )
+    moved, contexts, moved_report = self._fitted(shape, moved)
+    if moved_report['output_error'] < report['output_error']:
+      kept = ('output_error', 'damage', 'ridge')
+      kept = {k: v for k, v in moved_report.items() if k in kept}
+      return moved, contexts, report | kept
+    contexts.clear()
+    return layer, self._contexts(shape, layer), report
 
   def _fitted(self, shape, layer):
     """Refits the output projection, if that is wanted; measures it anyway.
@@ -192,13 +199,10 @@ class Walk:
     Errors are relative: to the targets, and, as damage, to the stream.
 
     Returns:
-      The layer, what its attention gives for each batch, and a report.
+      The layer, the contexts of its attention, and a report.
     """
     out = layer['attention']['out']
-    contexts = [
-      calibrate.contexts(shape, layer, x, place)
-      for x, place in zip(self.before, self.places, strict=True)
-    ]
+    contexts = self._contexts(shape, layer)
     parts = refit.sums(contexts, self.targets, self.scales, 'bias' in out)
     weights = refit.to_matrix(out)
     report = {'output_error_merged': refit.error(parts, weights)}
@@ -210,10 +214,13 @@ class Walk:
     numbers = sum(y.size for y in self.targets)
     energy = sum(part.energy for part in parts)
     report['damage'] = report['output_error'] * energy / numbers
-    mixed = [
-      refit.apply(f, jnp.asarray(weights, jnp.float32)) for f in contexts
+    return layer, contexts, report
+
+  def _contexts(self, shape, layer):
+    return [
+      calibrate.contexts(shape, layer, x, place)
+      for x, place in zip(self.before, self.places, strict=True)
     ]
-    return layer, mixed, report
 
   def _correction(self, shape, layer, i, mixed, after):
     """What the attention should give to bring the parent's stream back.

@@ -1,0 +1,1 @@
+"""Cells of gqa.benchmark on other systems; decode_peers.py is their process."""
