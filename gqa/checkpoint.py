@@ -36,6 +36,8 @@ FREE_FIELDS = (
   'checkpoint.',
 )
 _SHOWN = 5  # differences listed in an error
+# Bytes that are gathered in memory before they are written to a file.
+_DATA_FILE_SIZE = 1 << 24
 # The config field behind each axis of a parameter, by the end of its path.
 _AXIS_FIELDS = (
   (r'^embed/embedding$', ('vocab_size', 'embed_dim')),
@@ -228,6 +230,9 @@ def save_params(
 ):
   """Write a checkpoint without an optimizer, such as a converted model.
 
+  It takes little memory besides that of parameters that are jax arrays; of
+  numpy arrays orbax makes a copy first.
+
   Raises:
     ValueError: the workdir has a checkpoint of that step.
     OSError: it cannot be written.
@@ -238,7 +243,9 @@ def save_params(
       f'{root / str(step)} exists already; choose another target.'
     )
   items = ocp.args.Composite(
-    params=ocp.args.StandardSave(params),
+    params=ocp.args.PyTreeSave(
+      params, ocdbt_target_data_file_size=_DATA_FILE_SIZE
+    ),
     meta=ocp.args.JsonSave({**meta, 'step': step}),
   )
   options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)

@@ -297,6 +297,11 @@ class ModelConfig:
         f'rope_scaling={kind!r} needs rope_original_len, the tokens of a '
         'sequence before scaling; set it.'
       )
+    if kind == 'yarn' and self.rope_theta <= 1:
+      raise ValueError(
+        f'rope_theta={self.rope_theta} must be above 1 with rope_scaling='
+        f'{kind!r}.'
+      )
     if not self.rope_slow_turns < self.rope_fast_turns:
       raise ValueError(
         f'rope_slow_turns={self.rope_slow_turns} must be below '

@@ -166,18 +166,20 @@ def open_tokens(path, split='train'):
   return TokenFile(tokens, documents, manifest, split, directory=path)
 
 
-def tokens_from_text(source, tokenizer):
-  """Returns a `TokenFile` of all text of `source`, held in memory.
+def tokens_from_text(source, tokenizer, max_bytes=None):
+  """Returns a `TokenFile` of the text of `source`, held in memory.
 
   Args:
     source: see `SOURCES`.
     tokenizer: an object, as `tokenizer.load` returns.
+    max_bytes: of text, about, if all is too much; see `text.Corpus.sample`.
   """
   with tempfile.TemporaryDirectory() as work:
     corpus = text_lib.Corpus(source, os.path.join(work, 'text'))
-    entry = prepare_lib.write_split(
-      work, 'text', corpus, corpus.documents, tokenizer
-    )
+    documents = corpus.documents
+    if max_bytes is not None:
+      documents = corpus.sample(max_bytes)
+    entry = prepare_lib.write_split(work, 'text', corpus, documents, tokenizer)
     manifest = prepare_lib.describe(source, 'given', tokenizer)
     manifest['splits'] = {'text': entry}
     tokens = np.fromfile(os.path.join(work, 'text.bin'), manifest['dtype'])

@@ -27,6 +27,8 @@ SOURCES = (
 )
 MIN_DOCUMENTS = 5  # with fewer, validation is the tail of the longest one
 
+_SAMPLES = 16  # parts of a text that is sampled
+_LONG_LINE = 1 << 12  # bytes within which a line break is looked for
 _READ = 1 << 20  # bytes of text read at once
 _PIECE = 1 << 20  # bytes of a document given as one; longer ones are cut
 _REPORT = 10.0  # seconds between lines where there is no terminal
@@ -226,6 +228,39 @@ class Corpus:
         yield piece, first, False
         start, first = start + len(piece), False
       yield self.text[start:end], first, True
+
+  def sample(self, size):
+    """Returns documents of about `size` bytes, from all over the text.
+
+    Each is a part of one of the text's: a sixteenth of `size`, from the
+    beginning of a line, or of a character, to another. All documents as they
+    are if together they are no longer.
+    """
+    starts, ends, files = self.documents.T
+    lengths = np.cumsum(ends - starts)
+    if lengths[-1] <= size:
+      return self.documents
+    rows = []
+    for i in range(_SAMPLES):
+      place = i * lengths[-1] // _SAMPLES
+      which = int(np.searchsorted(lengths, place, 'right'))
+      end = int(ends[which])
+      start = end - int(lengths[which] - place)
+      if start > starts[which]:
+        start = self._next_line(start, end)
+      stop = self._next_line(min(start + size // _SAMPLES, end), end)
+      if stop > start:
+        rows.append((start, stop, files[which]))
+    return np.array(rows, np.int64)
+
+  def _next_line(self, place, end):
+    """Where a line begins, soon after a place; else where a character does."""
+    line = self.text.find(b'\n', place, min(place + _LONG_LINE, end))
+    if line >= 0:
+      return line + 1
+    while place < end and self.text[place] & 0xC0 == 0x80:
+      place += 1
+    return place
 
   def split(self, fraction):
     """Returns the documents (for training, for validation).

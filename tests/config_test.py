@@ -184,6 +184,10 @@ def test_numbers_out_of_range_name_field_value_and_rule(fields, message):
       "rope_factor=2.0 does nothing with .*'none'; choose",
     ),
     ({'rope_scaling': 'yarn'}, "'yarn' needs rope_original_len.*; set it"),
+    (
+      dict(rope_scaling='yarn', rope_original_len=8, rope_theta=1.0),
+      "rope_theta=1.0 must be above 1 with rope_scaling='yarn'",
+    ),
     ({'rope_scaling': 'llama3'}, "'llama3' needs rope_original_len"),
     (
       {'rope_magnitude': 1.2, 'rope_scaling': 'linear'},
@@ -313,6 +317,7 @@ def configs(draw):
   if draw(flag) and slow < fast:
     more = dict(
       rope_scaling='yarn',
+      rope_theta=1 + draw(positive),
       rope_factor=draw(positive),
       rope_original_len=draw(size),
       rope_slow_turns=slow,

@@ -148,6 +148,27 @@ def calibrate_open(tokens):
   return calibrate.open_text(tokens, 12, 24_576, 8_192, 2048 // 12)
 
 
+def test_a_long_text_is_sampled_all_over(tmp_path):
+  documents = [f'{i}: Größe\n' * 200 for i in range(40)]
+  path = tmp_path / 'text.txt'
+  path.write_text('\f'.join(documents), encoding='utf-8')
+  size = 8_000
+  tokens = data.tokens_from_text(str(path), ByteTokenizer(), size)
+  ids = tokens.tokens.tolist()
+  bounds = [*tokens.documents.tolist(), len(ids)]
+  seen = set()
+  for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    assert ids[start] == 256 and ids[end - 1] == 257
+    text = bytes(ids[start + 1 : end - 1]).decode()
+    (which,) = {line.split(':')[0] for line in text.splitlines()}
+    assert text in documents[int(which)]
+    seen.add(int(which))
+  assert max(seen) - min(seen) > 30 and len(seen) == 16
+  assert 0.8 * size < tokens.bytes < 1.3 * size
+  whole = data.tokens_from_text(str(path), ByteTokenizer(), 10**9)
+  assert len(whole.documents) == 40
+
+
 def test_without_a_text_the_weights_decide(source, tmp_path):
   result = checkpoints.convert(
     str(source), str(tmp_path / 'new'), num_kv_heads=2, calibration='none'

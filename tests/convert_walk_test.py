@@ -11,7 +11,7 @@ import pytest
 
 from gqa import cost, data, evaluate, metrics, model, sharding
 from gqa.config import ModelConfig
-from gqa.convert import budget, calibrate, methods, refit, walk
+from gqa.convert import budget, calibrate, layers, methods, refit, walk
 from gqa.convert import heads as heads_lib
 from gqa.convert.methods import Options
 
@@ -205,10 +205,10 @@ def test_a_layer_that_is_corrected_gives_the_parents_stream(name, text):
   one.go_on(0, 1, layer | {'attention': attention}, True)
   before = one.converted
   one.look(1, params['layer_1'])
-  shape = calibrate.shape_of(config, 1, 2)
+  shape = layers.shape_of(config, 1, 2)
   for i, place in enumerate(one.places):
     assert np.abs(before[i] - one.parent[i]).max() > 0.01
-    stream = calibrate.after(
+    stream = layers.after(
       shape, params['layer_1'], before[i], place, one.targets[i]
     )
     np.testing.assert_allclose(stream, one.parent[i], atol=1e-4)
@@ -217,14 +217,14 @@ def test_a_layer_that_is_corrected_gives_the_parents_stream(name, text):
 @EACH_CONFIG
 def test_parts_of_a_layer_fit_together(name, text):
   config, params = CONFIGS[name], draw_params(CONFIGS[name])
-  layer, shape = params['layer_0'], calibrate.shape_of(CONFIGS[name], 0, 2)
-  x, place = calibrate.enter(config, params, text[0])
-  mixed, after = calibrate.through(shape, layer, x, place)
-  contexts = calibrate.contexts(shape, layer, x, place)
+  layer, shape = params['layer_0'], layers.shape_of(CONFIGS[name], 0, 2)
+  x, place = layers.enter(config, params, text[0])
+  mixed, after = layers.through(shape, layer, x, place)
+  contexts = layers.contexts(shape, layer, x, place)
   weights = refit.to_matrix(layer['attention']['out']).astype(np.float32)
   np.testing.assert_allclose(refit.apply(contexts, weights), mixed, atol=1e-5)
   np.testing.assert_allclose(
-    calibrate.after(shape, layer, x, place, mixed), after, atol=1e-5
+    layers.after(shape, layer, x, place, mixed), after, atol=1e-5
   )
   moments = calibrate.moments(shape, layer, [x], [place], np.zeros(0))
   x = np.asarray(x, np.float64).reshape(-1, config.embed_dim)
@@ -243,7 +243,7 @@ def test_parts_of_a_layer_fit_together(name, text):
 @EACH_CONFIG
 def test_frequencies_are_those_of_the_models_rotation(name):
   config = CONFIGS[name]
-  found = calibrate.frequencies(config, draw_params(config))
+  found = layers.frequencies(config, draw_params(config))
   j = np.arange(config.rope_dim // 2)
   expected = 10_000.0 ** (-2 * j / max(config.rope_dim, 1))
   np.testing.assert_allclose(found[False], expected, rtol=1e-5)
@@ -287,10 +287,10 @@ def test_normalised_queries_and_keys_convert_by_their_mean(text):
     )
     assert report['key_method'] == 'mean_renorm'
     both = [
-      calibrate.through(
-        calibrate.shape_of(config, 0, 2),
+      layers.through(
+        layers.shape_of(config, 0, 2),
         params['layer_0'] | {'attention': attention},
-        *calibrate.enter(config, params, text[0]),
+        *layers.enter(config, params, text[0]),
       )[0]
       for attention in (back, params['layer_0']['attention'])
     ]

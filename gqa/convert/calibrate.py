@@ -1,8 +1,7 @@
-"""The model's own layers on a text: what a layer is given, and what it gives.
+"""A text to convert by: its windows, what layers read of it, and its loss.
 
-A text is a few windows of a token file, spread over it. The residual stream of
-all of them is held at one layer at a time, in batches of one shape, so each
-program is compiled once. Sums are kept in float64.
+A text is a few windows of a token file, spread over it, in batches of one
+shape. Sums over it are kept in float64.
 """
 
 from __future__ import annotations
@@ -11,21 +10,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax import struct
 
 from gqa import data, evaluate
 from gqa import loss as loss_lib
 from gqa import model as model_lib
 from gqa.config import ModelConfig
+from gqa.convert import layers
 from gqa.convert.heads import Moments
+from gqa.convert.layers import Batch, Place, Shape
 
-Batch = dict[str, np.ndarray]
+_TARGETS = ('tokens', 'positions', 'segments', 'targets', 'weights')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,84 +96,6 @@ def _batches(tokens, index, seq_len, size, whole=False):
   return [data.windows(tokens, rows, seq_len) for rows in index]
 
 
-@struct.dataclass
-class Place:
-  """Where the tokens of a batch are: what a layer takes besides its stream."""
-
-  rotations: dict[bool, Any]  # of RoPE, by whether a layer is local
-  segments: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-  """Which layer a program is for; equal for all layers that look alike."""
-
-  config: ModelConfig
-  num_kv_heads: int
-  window: int | None
-
-  @property
-  def is_local(self) -> bool:
-    """Which of a place's rotations the layer takes."""
-    return model_lib.is_local(self.config, self.window)
-
-
-def exact(config: ModelConfig) -> ModelConfig:
-  """A model's config for sums over a text: float32, forward only."""
-  return dataclasses.replace(config, dtype='float32', remat='none')
-
-
-def shape_of(config: ModelConfig, layer: int, num_kv_heads: int) -> Shape:
-  """The shape of a layer of `config` if it had that many KV heads."""
-  # Other layers' heads play no part, so they do not make another program.
-  one_for_all = dataclasses.replace(exact(config), num_kv_heads=None)
-  return Shape(one_for_all, num_kv_heads, config.windows[layer])
-
-
-def enter(
-  config: ModelConfig, params: model_lib.Params, batch: Batch
-) -> tuple[jax.Array, Place]:
-  """The stream [B, T, D] before the first layer, and its place."""
-  arrays = {k: batch[k] for k in ('tokens', 'positions', 'segments')}
-  return _enter(exact(config), _outer(params), **arrays)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _enter(config, params, tokens, positions, segments):
-  seen = {'rotations': {}}
-
-  def layer(module, x, rotation, *_):
-    seen['x'] = x
-    local = model_lib.is_local(config, module.window)
-    seen['rotations'][local] = rotation
-    return x, None
-
-  _without_layers(config, params, tokens, positions, segments, layer)
-  return seen['x'], Place(seen['rotations'], segments)
-
-
-def frequencies(
-  config: ModelConfig, params: model_lib.Params
-) -> dict[bool, np.ndarray]:
-  """Radians per token [P] of RoPE's planes, by whether a layer is local.
-
-  Read off the rotation of a token at position 1; none without RoPE.
-  """
-  batch = {
-    'tokens': np.zeros((1, 2), np.int32),
-    'positions': np.array([[0, 1]], np.int32),
-    'segments': np.ones((1, 2), np.int32),
-  }
-  found = {}
-  for local, rotation in enter(config, params, batch)[1].rotations.items():
-    if rotation is None:
-      found[local] = np.zeros(0)
-    else:
-      sin, cos = (np.asarray(x, np.float64)[0, 1, 0] for x in rotation)
-      found[local] = np.arctan2(sin, cos)
-  return found
-
-
 def loss(
   config: ModelConfig,
   params: model_lib.Params,
@@ -187,22 +107,25 @@ def loss(
   The layers' programs serve for this too, where a program of the whole model
   would have to be compiled for the parent and again for the converted one.
   """
-  entered = [enter(config, params, batch) for batch in batches]
+  entered = [layers.enter(config, params, batch) for batch in batches]
   for i, heads in enumerate(config.kv_heads):
-    shape, layer = shape_of(config, i, heads), params[f'layer_{i}']
-    entered = [(through(shape, layer, *one)[1], one[1]) for one in entered]
-  arrays = ('tokens', 'positions', 'segments', 'targets', 'weights')
-  nll = [
-    _nll(exact(config), _outer(params), x, **{k: batch[k] for k in arrays})
-    for (x, _), batch in zip(entered, batches, strict=True)
-  ]
+    shape = layers.shape_of(config, i, heads)
+    layer = params[f'layer_{i}']
+    for b, (x, place) in enumerate(entered):
+      entered[b] = layers.through(shape, layer, x, place)[1], place
+  outer, nll = layers.outer_params(params), []
+  for (x, _), batch in zip(entered, batches, strict=True):
+    # Row by row: the logits of a batch would be larger than all else here.
+    for row in range(len(x)):
+      part = {k: batch[k][row : row + 1] for k in _TARGETS}
+      nll.append(_nll(layers.exact(config), outer, x[row : row + 1], **part))
   count = math.fsum(float(batch['weights'].sum()) for batch in batches)
   return evaluate.summarize(math.fsum(map(float, nll)), count, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _nll(config, params, x, tokens, positions, segments, targets, weights):
-  features = _without_layers(
+  features = layers.without_layers(
     config, params, tokens, positions, segments, lambda *_: (x, None)
   )
   _, nll = loss_lib.cross_entropy(
@@ -215,88 +138,9 @@ def _nll(config, params, x, tokens, positions, segments, targets, weights):
   return nll.sum()
 
 
-def _outer(params):
-  return {k: v for k, v in params.items() if not k.startswith('layer_')}
-
-
-def _without_layers(config, params, tokens, positions, segments, layer):
-  """Runs the decoder with `layer(module, *args)` for each of its layers."""
-
-  def intercept(call, args, kwargs, context):
-    if isinstance(context.module, model_lib.Layer):
-      return layer(context.module, *args)
-    return call(*args, **kwargs)
-
-  with nn.intercept_methods(intercept):
-    return model_lib.Decoder(config).apply(
-      {'params': params}, tokens, positions, segments, method='features'
-    )
-
-
-def run(
-  shape: Shape,
-  params: model_lib.Params,
-  x: jax.Array,
-  place: Place,
-  mixed: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs a layer; returns its output and what its attention saw and gave.
-
-  Args:
-    shape: of the layer.
-    params: of the layer.
-    x: [B, T, D].
-    place: of the batch.
-    mixed: [B, T, D], to go on with in place of what the attention returns.
-
-  Returns:
-    [B, T, D], and 'inputs' [B, T, D] of the projections, 'contexts'
-    [B, T, N, H], which the output projection reads, and 'mixed' [B, T, D],
-    which it gives.
-  """
-  seen = {}
-
-  def intercept(call, args, kwargs, context):
-    name = context.module.name
-    if context.method_name != '__call__' or name not in ('attention', 'out'):
-      return call(*args, **kwargs)
-    if name == 'out':
-      seen['contexts'] = args[0]
-      return call(*args, **kwargs)
-    seen['inputs'] = args[0]
-    out, _ = (mixed, None) if mixed is not None else call(*args, **kwargs)
-    seen['mixed'] = out
-    return out, None
-
-  layer = model_lib.Layer(shape.config, shape.num_kv_heads, shape.window)
-  rotation = place.rotations[shape.is_local]
-  with nn.intercept_methods(intercept):
-    y, _ = layer.apply({'params': params}, x, rotation, place.segments)
-  return y, seen
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def through(shape, params, x, place):
-  """(what the attention gives [B, T, D], the stream after the layer)."""
-  y, seen = run(shape, params, x, place)
-  return seen['mixed'], y
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def contexts(shape, params, x, place):
-  """What the output projection reads, [B, T, N, H]."""
-  return run(shape, params, x, place)[1]['contexts']
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def after(shape, params, x, place, mixed):
-  """The stream after the layer if its attention gave `mixed`."""
-  return run(shape, params, x, place, mixed)[0]
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _input_sums(shape, params, x, place):
-  h = run(shape, params, x, place)[1]['inputs']
+  h = layers.run(shape, params, x, place)[1]['inputs']
   h = h.astype(jnp.float32).reshape(-1, h.shape[-1])
   return h.sum(axis=0), h.T @ h
 

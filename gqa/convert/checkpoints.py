@@ -27,6 +27,7 @@ from gqa.convert.methods import PLAIN_METHODS, Options, Report
 
 RESULT = 'convert.json'
 BATCH_TOKENS = 2048  # in one call of a layer
+BYTES_PER_TOKEN = 8  # of text that is tokenised, to be sure that it is enough
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy')
 
 
@@ -172,8 +173,11 @@ def _open_text(
       )
       return None
   opened = [
-    None if path is None else _open(path, split, tokenizer)
-    for path, split in ((calibration, 'train'), (held_out, 'valid'))
+    None if path is None else _open(path, split, tokenizer, wanted)
+    for path, split, wanted in (
+      (calibration, 'train', num_tokens + held_out_tokens),
+      (held_out, 'valid', held_out_tokens),
+    )
   ]
   for tokens in opened:
     if tokens is not None:
@@ -194,10 +198,13 @@ def _open_text(
   )
 
 
-def _open(path, split, tokenizer):
+def _open(path, split, tokenizer, num_tokens):
+  """A split of a token directory, or enough of a text."""
   if data_lib.is_token_directory(path):
     return data_lib.open_tokens(path, split)
-  return data_lib.tokens_from_text(path, tokenizer)
+  return data_lib.tokens_from_text(
+    path, tokenizer, BYTES_PER_TOKEN * num_tokens
+  )
 
 
 def _load(source, step, config):

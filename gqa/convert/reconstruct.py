@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gqa.convert import calibrate, low_rank
+from gqa.convert import layers, low_rank
 
 LEARNING_RATE = 1e-2  # of a parameter's root mean square, at first
 DAMPING = 1e-3  # of the inputs' mean square, added to it
@@ -26,10 +26,10 @@ _ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
 
 
 def reconstruct(
-  shape: calibrate.Shape,
+  shape: layers.Shape,
   params: dict[str, Any],
   stream: Sequence[jax.Array],
-  places: Sequence[calibrate.Place],
+  places: Sequence[layers.Place],
   targets: Sequence[jax.Array],
   scales: Sequence[jax.Array],
   second: np.ndarray,
@@ -78,7 +78,7 @@ def _update(
 ):
   def error(attention):
     layer = params | {'attention': attention}
-    mixed = calibrate.run(shape, layer, x, place)[1]['mixed']
+    mixed = layers.run(shape, layer, x, place)[1]['mixed']
     return (((mixed - target) * scale[..., None]) ** 2).mean()
 
   # In the coordinates in which all directions of the inputs are as strong.

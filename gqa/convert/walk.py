@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gqa import model as model_lib
 from gqa.config import ModelConfig
-from gqa.convert import calibrate, methods, reconstruct, refit
+from gqa.convert import calibrate, layers, methods, reconstruct, refit
 from gqa.convert.heads import Moments
 from gqa.convert.methods import Options, Report
 
@@ -45,7 +45,7 @@ def convert(
   config: ModelConfig,
   num_kv_heads: Sequence[int],
   options: Options,
-  text: Sequence[calibrate.Batch] | None = None,
+  text: Sequence[layers.Batch] | None = None,
   on_layer: Callable[[Report], None] = lambda report: None,
 ) -> tuple[model_lib.Params, ModelConfig, list[Report]]:
   """Brings each layer to its number of KV heads.
@@ -107,14 +107,14 @@ class Walk:
 
   def __init__(self, config, params, text, options: Options):
     self._config, self._options = config, options
-    entered = [calibrate.enter(config, params, batch) for batch in text]
+    entered = [layers.enter(config, params, batch) for batch in text]
     self.parent = [x for x, _ in entered]
     self.places = [place for _, place in entered]
     self.converted = None
     length = text[0]['tokens'].shape[1]
     self._turns = {
       local: length * frequency
-      for local, frequency in calibrate.frequencies(config, params).items()
+      for local, frequency in layers.frequencies(config, params).items()
     }
 
   def look(self, index: int, layer) -> Moments:
@@ -128,7 +128,7 @@ class Walk:
     self.before = self.converted or list(self.parent)
     self.targets, self.scales = [], []
     for i, place in enumerate(self.places):
-      mixed, after = calibrate.through(shape, layer, self.parent[i], place)
+      mixed, after = layers.through(shape, layer, self.parent[i], place)
       target, stream = mixed, mixed
       if self._config.norm_position == 'pre':
         stream = self.parent[i] + mixed
@@ -169,7 +169,7 @@ class Walk:
       for i, place in enumerate(self.places):  # Large: replaced one by one.
         mixed, contexts[i] = refit.apply(contexts[i], weights), None
         x = self.converted[i]
-        self.converted[i] = calibrate.after(shape, layer, x, place, mixed)
+        self.converted[i] = layers.after(shape, layer, x, place, mixed)
     return layer, report
 
   def _reconstructed(self, shape, layer, report, index):
@@ -218,7 +218,7 @@ class Walk:
 
   def _contexts(self, shape, layer):
     return [
-      calibrate.contexts(shape, layer, x, place)
+      layers.contexts(shape, layer, x, place)
       for x, place in zip(self.before, self.places, strict=True)
     ]
 
@@ -236,10 +236,10 @@ class Walk:
     if not self._config.parallel_residual:
       return self.parent[i] + mixed - x
     nothing = jnp.zeros_like(mixed)
-    return after - calibrate.after(shape, layer, x, self.places[i], nothing)
+    return after - layers.after(shape, layer, x, self.places[i], nothing)
 
   def _shape(self, index, num_kv_heads):
-    return calibrate.shape_of(self._config, index, num_kv_heads)
+    return layers.shape_of(self._config, index, num_kv_heads)
 
 
 @jax.jit
@@ -258,7 +258,7 @@ def damages(
   params: model_lib.Params,
   config: ModelConfig,
   options: Options,
-  text: Sequence[calibrate.Batch],
+  text: Sequence[layers.Batch],
 ) -> list[dict[int, float]]:
   """What each layer would lose with fewer heads, if it were the only one.
 

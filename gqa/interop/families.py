@@ -20,6 +20,15 @@ FAMILIES: dict[str, Family] = {
   **phi.FAMILIES,
   **gemma.FAMILIES,
 }
+# Of layers or heads; what is counted in them is made before it is compared.
+MAX_COUNT = 1 << 14
+_COUNTS = (
+  'num_hidden_layers',
+  'n_layer',
+  'num_attention_heads',
+  'n_head',
+  'num_key_value_heads',
+)
 # Fields that say how to compute, not what.
 _FREE = {
   'dropout': 0.0,
@@ -45,6 +54,11 @@ def read_config(config: Mapping[str, Any]) -> tuple[str, ModelConfig]:
       f'config.json has model_type={kind!r}, which is not supported; known are '
       f'{", ".join(FAMILIES)}.'
     )
+  for name in _COUNTS:
+    if type(config.get(name)) is int and config[name] > MAX_COUNT:
+      raise ValueError(
+        f'config.json has {name}={config[name]}, more than {MAX_COUNT}.'
+      )
   if config.get('quantization_config') is not None:
     raise ValueError(
       'config.json has a quantization_config, and quantised weights are not '

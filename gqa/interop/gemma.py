@@ -12,9 +12,9 @@ import functools
 from typing import Any
 
 from gqa.config import ModelConfig
-from gqa.interop import fields as fields_lib
-from gqa.interop import layout, llama
-from gqa.interop.fields import FULL, SLIDING, Fields
+from gqa.interop import layout, llama, positions
+from gqa.interop.fields import Fields
+from gqa.interop.positions import FULL, SLIDING
 
 _TANH = {'gelu_pytorch_tanh': 'geglu', 'gelu_new': 'geglu'}
 _NORMS = {
@@ -46,7 +46,7 @@ def _read(kind: str, fields: Fields) -> ModelConfig:
     acts = _TANH | {'gelu': 'geglu'}
     read['mlp'] = fields.choose('hidden_act', acts, 'gelu')
     fields.expect('hidden_activation', *acts)
-    read |= fields_lib.read_rope(fields, max_len)
+    read |= positions.read_rope(fields, max_len)
   else:
     fields.expect('hidden_act', *_TANH)
     read['mlp'] = fields.choose('hidden_activation', _TANH, 'gelu_pytorch_tanh')
@@ -81,10 +81,10 @@ def _read_later(
     'norm_position': 'both',
     'query_scale_dim': fields.take('query_pre_attn_scalar', int, 256),
     'qk_norm': kind == 'gemma3_text',
-    **fields_lib.read_windows(fields, num_layers, window, default),
+    **positions.read_windows(fields, num_layers, window, default),
   }
   if kind == 'gemma2':
-    return read | fields_lib.read_rope(fields, max_len)
+    return read | positions.read_rope(fields, max_len)
   return read | _read_two_ropes(fields, max_len, 'sliding_window' in read)
 
 
@@ -109,18 +109,18 @@ def _read_two_ropes(
     local = dict(nested.get(SLIDING) or {})
     theta = float(whole.pop('rope_theta', theta))
     local_theta = float(local.pop('rope_theta', local_theta))
-    if fields_lib.read_scaling(local, max_len):
+    if positions.read_scaling(local, max_len):
       raise ValueError(
         f'config.json scales RoPE in {SLIDING!r} layers, which is not '
         'supported.'
       )
-  read = {'rope_theta': theta, **fields_lib.read_scaling(whole, max_len)}
+  read = {'rope_theta': theta, **positions.read_scaling(whole, max_len)}
   return read | {'rope_local_theta': local_theta} if has_local else read
 
 
 def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
   written = llama.write_sizes(config) | {'attention_bias': config.qkv_bias}
-  written |= fields_lib.write_rope(config)
+  written |= positions.write_rope(config)
   activation = 'gelu_pytorch_tanh' if config.mlp == 'geglu' else config.mlp
   if kind == 'gemma':
     # Older versions read the second one.
@@ -132,7 +132,7 @@ def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
     written['rope_local_base_freq'] = config.rope_local_theta
   return (
     written
-    | fields_lib.write_windows(config)
+    | positions.write_windows(config)
     | {
       'hidden_activation': activation,
       'query_pre_attn_scalar': config.query_scale_dim or config.head_dim,

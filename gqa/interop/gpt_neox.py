@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from gqa.config import ModelConfig
-from gqa.interop import fields as fields_lib
-from gqa.interop import layout
+from gqa.interop import layout, positions
 from gqa.interop.fields import Fields
 from gqa.interop.layout import Tensor
 
@@ -37,7 +36,7 @@ def _read(fields: Fields) -> ModelConfig:
     )
   max_len = fields.take('max_position_embeddings', int, 2048)
   bias = fields.take('attention_bias', bool, True)
-  read = fields_lib.read_rope(fields, max_len, fraction=0.25, **_ROPE_NAMES)
+  read = positions.read_rope(fields, max_len, fraction=0.25, **_ROPE_NAMES)
   config = ModelConfig(
     vocab_size=fields.take('vocab_size', int),
     num_layers=fields.take('num_hidden_layers', int),
@@ -74,7 +73,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     'attention_bias': config.qkv_bias,
     'tie_word_embeddings': config.tie_embeddings,
     'use_parallel_residual': config.parallel_residual,
-    **fields_lib.write_rope(config, **_ROPE_NAMES),
+    **positions.write_rope(config, **_ROPE_NAMES),
   }
 
 

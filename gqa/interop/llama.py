@@ -11,8 +11,7 @@ import functools
 from typing import Any
 
 from gqa.config import ModelConfig
-from gqa.interop import fields as fields_lib
-from gqa.interop import layout
+from gqa.interop import layout, positions
 from gqa.interop.fields import Fields
 
 NORMS = {
@@ -92,7 +91,7 @@ def _read(kind: str, fields: Fields) -> ModelConfig:
     'max_len': max_len,
     'mlp': fields.choose('hidden_act', _ACTIVATIONS, 'silu'),
     'tie_embeddings': fields.take('tie_word_embeddings', bool, False),
-    **fields_lib.read_rope(fields, max_len),
+    **positions.read_rope(fields, max_len),
   }
   if kind in ('llama', 'qwen3'):
     bias = fields.take('attention_bias', bool, False)
@@ -115,14 +114,14 @@ def _read_qwen_windows(fields: Fields, num_layers: int) -> dict[str, Any]:
   if not fields.take('use_sliding_window', bool, False):
     window = None
   default = [
-    fields_lib.SLIDING if window is not None and i >= first else fields_lib.FULL
+    positions.SLIDING if window is not None and i >= first else positions.FULL
     for i in range(num_layers)
   ]
-  return fields_lib.read_windows(fields, num_layers, window, default)
+  return positions.read_windows(fields, num_layers, window, default)
 
 
 def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
-  written = write_sizes(config) | fields_lib.write_rope(config)
+  written = write_sizes(config) | positions.write_rope(config)
   written['hidden_act'] = _ACTIVATION_NAMES.get(config.mlp, config.mlp)
   if kind in ('llama', 'qwen3'):
     written['attention_bias'] = config.qkv_bias
@@ -136,7 +135,7 @@ def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
   elif kind == 'mistral':
     written['sliding_window'] = config.sliding_window
   else:
-    written |= fields_lib.write_windows(config)
+    written |= positions.write_windows(config)
     written['use_sliding_window'] = config.sliding_window is not None
     # Only a default for layer_types, which are given.
     written['max_window_layers'] = config.num_layers

@@ -10,8 +10,7 @@ import functools
 from typing import Any
 
 from gqa.config import ModelConfig
-from gqa.interop import fields as fields_lib
-from gqa.interop import layout, llama
+from gqa.interop import layout, llama, positions
 from gqa.interop.fields import Fields
 
 _NORMS = {
@@ -32,7 +31,7 @@ def _read(fields: Fields) -> ModelConfig:
     'norm_position': 'post',
     'qk_norm': True,
     'qk_norm_axes': 'heads',
-    **fields_lib.read_rope(fields, max_len),
+    **positions.read_rope(fields, max_len),
   }
   fields.finish()
   return ModelConfig(**read)
@@ -41,7 +40,7 @@ def _read(fields: Fields) -> ModelConfig:
 def _write(config: ModelConfig) -> dict[str, Any]:
   return (
     llama.write_sizes(config)
-    | fields_lib.write_rope(config)
+    | positions.write_rope(config)
     | {'hidden_act': 'silu', 'attention_bias': config.qkv_bias}
   )
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gqa.config import ModelConfig
-from gqa.interop import fields as fields_lib
-from gqa.interop import layout, llama
+from gqa.interop import layout, llama, positions
 from gqa.interop.fields import Fields
 from gqa.interop.layout import Tensor
 
@@ -39,14 +38,14 @@ def _read(fields: Fields) -> ModelConfig:
     'head_bias': True,
     'parallel_residual': True,
     'shared_norm': True,
-    **fields_lib.read_rope(fields, max_len, fraction=0.5),
+    **positions.read_rope(fields, max_len, fraction=0.5),
   }
   fields.finish()
   return ModelConfig(**read)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-  written = llama.write_sizes(config) | fields_lib.write_rope(config)
+  written = llama.write_sizes(config) | positions.write_rope(config)
   return written | {
     'layer_norm_eps': written.pop('rms_norm_eps'),
     'partial_rotary_factor': config.rope_fraction,

@@ -34,7 +34,7 @@ class Source(Protocol):
 def load(
   family: Family, config: ModelConfig, source: Source, dtype: str
 ) -> dict[str, Any]:
-  """Reads all parameters of a model.
+  """Reads all parameters of a model into the memory of the host.
 
   Args:
     family: of the checkpoint.
@@ -48,6 +48,7 @@ def load(
   expected = family.tensors(config)
   names = match(family, expected, source)
   params: dict[str, Any] = {}
+  cpu = jax.local_devices(backend='cpu')[0]
   for tensor in tqdm.tqdm(expected, unit='tensor', disable=None):
     array = source.read(names[tensor.name])
     parts = tensor.split(array)
@@ -56,7 +57,7 @@ def load(
       *keys, leaf = path.split('/')
       for key in keys:
         branch = branch.setdefault(key, {})
-      branch[leaf] = cast(part, dtype, tensor.name)
+      branch[leaf] = jax.device_put(cast(part, dtype, tensor.name), cpu)
     del array, parts
   return params
 
