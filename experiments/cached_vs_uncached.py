@@ -20,9 +20,7 @@ KV Caching Explained": 1,000 tokens in 11.885 s with and 56.197 s without.
 """
 
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
 import json
 import pathlib
 import statistics
@@ -305,15 +303,7 @@ def main(argv):
   say = lambda text: print(text, file=sys.stderr, flush=True)
   result = compare(work, log, say)
   if log.find(what=NAME) is None:
-    log.add(
-      what=NAME,
-      **result,
-      versions={
-        name: importlib.metadata.version(name) for name in ('jax', 'jaxlib')
-      },
-      git_revision=runtime.git_revision(),
-      date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-    )
+    log.add(what=NAME, **result, **runtime.circumstances())
   if target is not None:
     plot(work, result, target / f'{NAME}.svg')
     plot(work, result, target / f'{NAME}.png')

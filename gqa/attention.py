@@ -113,8 +113,8 @@ def rotation(
   if magnitude != 1:
     sin, cos = sin * magnitude, cos * magnitude
   pair = Rotation(*(x.astype(dtype)[:, :, None, :] for x in (sin, cos)))
-  # Else XLA takes them anew for each head of each layer: on CPU that is 10
-  # times what the rotation itself costs.
+  # Else XLA takes them anew for each head of each layer, which on CPU costs
+  # far more than the rotation itself.
   return lax.optimization_barrier(pair)
 
 

@@ -17,10 +17,7 @@ of another revision wants another workdir.
 
 from __future__ import annotations
 
-import datetime
 import functools
-import importlib.metadata
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,8 +34,6 @@ from gqa import results as results_lib
 from gqa.cells import Cell
 from gqa.results import Results, Row
 from gqa.workers import Missing, Refused, Worker
-
-_PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy')
 
 
 def run(config, workdir: str, peers: bool = False) -> list[Row]:
@@ -226,11 +221,9 @@ class _Benchmark:
       _say(f'skipped {results_lib.described(cell.to_dict())}: {reason}')
 
   def _circumstances(self, cell: Cell) -> dict[str, Any]:
-    return {
-      'versions': _versions() | dict(self._peers.versions.get(cell.system, {})),
-      'git_revision': runtime.git_revision(),
-      'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    found = runtime.circumstances()
+    found['versions'] |= self._peers.versions.get(cell.system, {})
+    return found
 
 
 class _Progress:
@@ -309,13 +302,6 @@ def _values(
     tokens = cell.batch_size * cell.context
     values['prefill_tokens_per_second'] = tokens / values['prefill_seconds']
   return values | dict(info) | rates
-
-
-def _versions() -> dict[str, str]:
-  versions = {'python': platform.python_version()}
-  return versions | {
-    name: importlib.metadata.version(name) for name in _PACKAGES
-  }
 
 
 def _say(text: str) -> None:

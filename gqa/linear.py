@@ -79,7 +79,7 @@ def _row_times(row, matrix, axis):
   """`_times` of one row [I], as XLA on CPU is fastest: [O].
 
   Such a product is limited by the reading of its matrix. Of float32 its parts
-  read side by side; of bfloat16 one row takes 8 times as long as two.
+  read side by side; of bfloat16 one row takes longer than two.
   """
   if matrix.dtype == jnp.bfloat16:
     return _dot(jnp.stack([row, row]), matrix, 1, axis)[0]

@@ -235,7 +235,7 @@ def peak_flops(device: jax.Device) -> float | None:
   once by a float32 matrix multiplication over all its cores.
   """
   if device.platform == 'cpu':
-    return measured_cpu_flops()
+    return _cpu_flops()
   known = devices.by_kind(device.device_kind)
   return known and known.flops
 
@@ -248,7 +248,6 @@ def total_peak_flops(devices: Sequence[jax.Device]) -> float | None:
   return None if None in peaks else sum(peaks)
 
 
-@functools.cache
 def measured_cpu_flops() -> float:
   """Measure float32 FLOP/s of this CPU: a median over a fraction of a second."""
   m, k, n = 1024, 768, 4096
@@ -262,6 +261,9 @@ def measured_cpu_flops() -> float:
       matmul(a, b).block_until_ready()
       seconds.append(time.perf_counter() - start)
   return 2 * m * k * n / statistics.median(seconds)
+
+
+_cpu_flops = functools.cache(measured_cpu_flops)
 
 
 def mfu(

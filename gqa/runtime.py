@@ -1,12 +1,15 @@
-"""Settings of the process that must be made before its first computation."""
+"""The process: settings before its first computation, and what it runs on."""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
 import subprocess
+from typing import Any
 
 import jax
 
@@ -16,6 +19,7 @@ from gqa import sharding
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy')
 
 
 def start(config) -> None:
@@ -57,6 +61,16 @@ def cache_compiled_programs(directory: str) -> None:
     return
   path = pathlib.Path(os.path.expanduser(directory)).absolute()
   jax.config.update('jax_compilation_cache_dir', str(path))
+
+
+def circumstances() -> dict[str, Any]:
+  """What a result needs besides its numbers: versions, git revision, date."""
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {
+    'versions': {'python': platform.python_version()} | versions,
+    'git_revision': git_revision(),
+    'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
+  }
 
 
 def git_revision() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from typing import Any
 
@@ -380,7 +379,11 @@ class Run:
 
   def _restore(self) -> int:
     """Makes the state: resume this workdir, else init_from, else scratch."""
-    self.meta = {'git': _git_revision(), 'wall_time': 0.0, 'tokens_seen': 0}
+    self.meta = {
+      'git': runtime.git_revision(),
+      'wall_time': 0.0,
+      'tokens_seen': 0,
+    }
     if self.checkpointer.latest_step() is not None:
       self.state, position, meta = self.checkpointer.restore(self.template)
       self.batches.set_state(position['batches'])
@@ -590,20 +593,6 @@ class Profiler:
       jax.block_until_ready(state)
       jax.profiler.stop_trace()
       self._running = False
-
-
-def _git_revision() -> str:
-  """The source's commit, '' where there is none."""
-  try:
-    return subprocess.run(
-      ['git', 'rev-parse', 'HEAD'],
-      cwd=os.path.dirname(__file__),
-      capture_output=True,
-      text=True,
-      check=True,
-    ).stdout.strip()
-  except (OSError, subprocess.CalledProcessError):
-    return ''
 
 
 def main(argv):

@@ -66,13 +66,29 @@ def orthogonal(rng, count, size):
   return np.linalg.qr(rng.normal(size=(count, size, size)))[0]
 
 
+def rotate_values(heads, rotations):
+  """Applies an orthogonal [K, H, H] to each value head, and undoes it in out."""
+  out = rotations[:, None] @ heads.per_kv_head(heads.out)
+  return dataclasses.replace(
+    heads, value=rotations @ heads.value, out=out.reshape(heads.out.shape)
+  )
+
+
+def rotate_keys(heads, rotations):
+  """Applies an orthogonal [K, H, H] to each key head and to its queries."""
+  query = rotations[:, None] @ heads.per_kv_head(heads.query)
+  return dataclasses.replace(
+    heads, key=rotations @ heads.key, query=query.reshape(heads.query.shape)
+  )
+
+
 def scramble(rng, heads, rope_dim):
   """Turns every head by what leaves the model as it is, and shuffles them."""
   K, H, _ = heads.key.shape
   phases = np.exp(2j * np.pi * rng.random((K, rope_dim // 2)))
   turns = heads_lib.plane_maps(phases, orthogonal(rng, K, H - rope_dim))
-  heads = heads_lib.rotate_keys(heads, turns)
-  heads = heads_lib.rotate_values(heads, orthogonal(rng, K, H))
+  heads = rotate_keys(heads, turns)
+  heads = rotate_values(heads, orthogonal(rng, K, H))
   return heads_lib.select(heads, rng.permutation(K))
 
 

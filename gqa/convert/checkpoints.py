@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 import sys
 import time
 import types
@@ -28,7 +25,6 @@ from gqa.convert.methods import PLAIN_METHODS, Options, Report
 RESULT = 'convert.json'
 BATCH_TOKENS = 2048  # in one call of a layer
 BYTES_PER_TOKEN = 8  # of text that is tokenised, to be sure that it is enough
-_PACKAGES = ('jax', 'jaxlib', 'flax', 'numpy')
 
 
 def convert(
@@ -254,10 +250,7 @@ def _circumstances():
   device = jax.local_devices()[0]
   return {
     'device': device.device_kind,
-    'versions': {'python': platform.python_version()}
-    | {name: importlib.metadata.version(name) for name in _PACKAGES},
-    'git_revision': runtime.git_revision(),
-    'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
+    **runtime.circumstances(),
     'peak_bytes': metrics.memory_stats()['memory/host_peak_bytes'],
   }
 

@@ -120,29 +120,6 @@ def select(heads: Heads, order: np.ndarray) -> Heads:
   )
 
 
-def rotate_values(heads: Heads, rotations: np.ndarray) -> Heads:
-  """Applies an orthogonal [K, H, H] to each value head, and undoes it in out.
-
-  The model stays the same.
-  """
-  out = rotations[:, None] @ heads.per_kv_head(heads.out)
-  return dataclasses.replace(
-    heads, value=rotations @ heads.value, out=out.reshape(heads.out.shape)
-  )
-
-
-def rotate_keys(heads: Heads, rotations: np.ndarray) -> Heads:
-  """Applies an orthogonal [K, H, H] to each key head and to its queries.
-
-  The model stays the same if each rotation commutes with RoPE, which those of
-  `plane_maps` do, and nothing normalises keys.
-  """
-  query = rotations[:, None] @ heads.per_kv_head(heads.query)
-  return dataclasses.replace(
-    heads, key=rotations @ heads.key, query=query.reshape(heads.query.shape)
-  )
-
-
 def merged(heads: Heads, keys: Merge, values: Merge) -> Heads:
   """Keeps the shared heads; queries and out take over the maps."""
   query = _transposed(keys.maps) @ heads.per_kv_head(heads.query)
