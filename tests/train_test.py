@@ -1,5 +1,6 @@
 """Training: resuming, accumulation, sharding, and what stops a run."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -213,17 +214,16 @@ def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(
   config, tmp_path, monkeypatch
 ):
   config.train.nonfinite_limit = 2
-  windows = data.windows
+  next_batches = train.Run._next_batches
+  calls = itertools.count()
 
-  def poisoned(tokens, index, seq_len):
-    batch = windows(tokens, index, seq_len)
-    if poisoned.calls >= 3 and len(index) == 8 and tokens.split == 'train':
-      batch['weights'] = batch['weights'] * np.nan
-    poisoned.calls += tokens.split == 'train'
-    return batch
+  def poisoned(run, count):
+    batches = next_batches(run, count)
+    if next(calls) >= 3:
+      batches['weights'] = batches['weights'] * np.nan
+    return batches
 
-  poisoned.calls = 0
-  monkeypatch.setattr(data, 'windows', poisoned)
+  monkeypatch.setattr(train.Run, '_next_batches', poisoned)
   with pytest.raises(FloatingPointError, match='step 5.*checkpoint is step 3'):
     train.train(config, tmp_path / 'run')
   assert checkpoint.steps(tmp_path / 'run') == [3]
