@@ -86,6 +86,24 @@ def get_config():
   train.nonfinite_limit = 10  # consecutive skipped updates before giving up
   train.profile = ''  # 'FIRST:LAST' step of a profiler trace; '' for none
 
+  uptrain = config.uptrain = config_dict.ConfigDict()
+  # Go on from init_from for this fraction of its parent's steps, as uptrain.py
+  # in this folder says; unset: an ordinary run.
+  uptrain.alpha = config_dict.placeholder(float)
+  # The parent's steps, where init_from does not record them.
+  uptrain.parent_steps = config_dict.placeholder(int)
+  # Peak learning rate over the parent's, where optim.learning_rate is unset.
+  uptrain.peak_fraction = 0.5
+  # Part of the steps that warm up, where optim.warmup_steps is unset.
+  uptrain.warmup_fraction = 0.1
+  # Part of the objective that is the divergence from a teacher, 0 to 1.
+  uptrain.distill = 0.0
+  uptrain.temperature = 1.0  # of teacher and student
+  # Workdir of the teacher; unset: the model before conversion.
+  uptrain.teacher = config_dict.placeholder(str)
+  # Train the weights by which heads are merged, and the heads, from their mean.
+  uptrain.learned_mixing = False
+
   optim = config.optim = config_dict.ConfigDict()
   optim.name = 'adamw'  # 'adamw', 'adafactor' or 'lion'
   optim.learning_rate = 1e-3  # peak

@@ -14,8 +14,9 @@ A model of 110M parameters (M110), batches of 1, 8 and 32, contexts of 128,
   --config.grid.cache_kind=full,ring --config.model.sliding_window=1024
   --config.grid.context=1024 --config.grid.batch_size=1 --config.prefill.rounds=5
                                            reading a prompt
-  --config.grid.batch_size=1,2,4,8,16,32,64,128 --config.grid.context=2048
-      --config.memory_limit=16_000_000_000 throughput until memory ends
+  --config.grid.batch_size=1 --config.grid.context=2048
+      --config.grid.fill_memory --config.memory_limit=4_000_000_000
+                                           throughput until memory ends
 
 On the command line a list is 1,8,32 or float32,bfloat16.
 """
@@ -48,6 +49,9 @@ def get_config():
   grid.num_kv_heads = (12, 4, 1)
   grid.batch_size = (1, 8, 32)
   grid.context = (128, 2_048, 8_192)  # tokens in the cache at the first step
+  # Batches are doubled from there as long as memory_limit allows it, and the
+  # largest that does is measured too.
+  grid.fill_memory = False
   grid.cache_kind = ('full',)  # 'full', 'ring' or 'int8'
   grid.dtype = ('float32',)  # of compute
   grid.weights_dtype = ('same',)  # as compute, or a type

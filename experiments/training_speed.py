@@ -51,7 +51,7 @@ def gqa_program(shape, options):
   import numpy as np
 
   from configs import base
-  from gqa import runtime, sharding, train
+  from gqa import runtime, sharding, update
   from gqa.config import ModelConfig
 
   config = base.get_config()
@@ -71,11 +71,11 @@ def gqa_program(shape, options):
   runtime.start(config)
   model_config = ModelConfig.from_dict(config.model.to_dict())
   mesh = sharding.make_mesh(config.mesh)
-  optimizer, step = train.make_train_step(config, model_config)
-  make = lambda: train.init_state(model_config, optimizer, 0)
+  optimizer, step = update.make_train_step(config, model_config)
+  make = lambda: update.init_state(model_config, optimizer, 0)
   shardings = sharding.state_shardings(jax.eval_shape(make), mesh, model_config)
   state = jax.jit(make, out_shardings=shardings)()
-  compiled = train.compile_steps(step, mesh, shardings)
+  compiled = update.compile_steps(step, mesh, shardings)
   rng = np.random.default_rng(0)
   size = (options['steps'], shape.batch, shape.length)
   tokens = rng.integers(0, shape.vocab, size, dtype=np.int32)

@@ -1,7 +1,7 @@
 """What decoding costs with any number of KV heads, measured beside predicted.
 
   python -m gqa.benchmark --config=experiments/decode_cost.py --workdir=DIR
-      [--config.grid.batch_size=1,8 ...] [--peers]
+      [--config.grid.batch_size=1,8 ...] [--config.grid.fill_memory] [--peers]
 
 Each combination of the config's grid is a cell: compile time, prefill, the
 time of a step at a context, tokens per second, bytes, and the least time that
@@ -128,11 +128,11 @@ class _Benchmark:
     for cell in cells:
       if self._results.is_measured(cell):
         continue
-      reason = self._obstacle(cell)
-      if reason is None:
+      obstacle = self._obstacle(cell)
+      if obstacle is None:
         wanted.append(cell)
       else:
-        self._skip(cell, reason)
+        self._skip(cell, *obstacle)
     if not wanted:
       return
     machine = limits.Machine(
@@ -143,13 +143,16 @@ class _Benchmark:
     for group in cells_lib.groups(wanted, self._config.memory_limit):
       self._measure(group, machine, progress)
 
-  def _obstacle(self, cell: Cell) -> str | None:
-    """Why a cell cannot be measured, as far as one knows before."""
+  def _obstacle(self, cell: Cell) -> tuple[str, str] | None:
+    """What keeps a cell from being measured, as far as one knows before."""
     if cell.system in self._peers.missing:
-      return self._peers.missing[cell.system]
+      return 'system', self._peers.missing[cell.system]
     needed, limit = cells_lib.memory_bytes([cell]), self._config.memory_limit
     if needed > limit:
-      return f'weights and cache of {needed} bytes exceed memory_limit={limit}'
+      return (
+        'memory',
+        f'weights and cache of {needed} bytes exceed memory_limit={limit}',
+      )
     return None
 
   def _measure(self, group, machine, progress) -> None:
@@ -209,15 +212,17 @@ class _Benchmark:
     try:
       return function()
     except Refused as refused:
-      self._skip(cell, str(refused))
+      self._skip(cell, 'system', str(refused))
     except jax.errors.JaxRuntimeError as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      self._skip(cell, f'out of memory: {str(error).splitlines()[0]}')
+      reason = f'out of memory: {str(error).splitlines()[0]}'
+      self._skip(cell, 'memory', reason)
     return None
 
-  def _skip(self, cell: Cell, reason: str) -> None:
-    if self._results.skip(cell, reason, self._circumstances(cell)):
+  def _skip(self, cell: Cell, obstacle: str, reason: str) -> None:
+    values = {'obstacle': obstacle} | self._circumstances(cell)
+    if self._results.skip(cell, reason, values):
       _say(f'skipped {results_lib.described(cell.to_dict())}: {reason}')
 
   def _circumstances(self, cell: Cell) -> dict[str, Any]:

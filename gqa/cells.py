@@ -129,45 +129,28 @@ def from_config(config, peers: bool = False) -> list[Cell]:
         'experiments/decode_cost.py.'
       )
   _check_numbers(config)
-  grid, cells, systems = config.grid, [], ['gqa']
+  grid, systems = config.grid, ['gqa']
   if peers:
     systems += _names('peers', config.peers, 'systems')
-  for (
-    batch_size,
-    context,
-    num_kv_heads,
-    kind,
-    dtypes,
-    system,
-  ) in itertools.product(
-    _numbers(grid, 'batch_size'),
-    _numbers(grid, 'context'),
-    _listed(grid, 'num_kv_heads'),
-    _choices(grid, 'cache_kind', cache_lib.KINDS),
-    _dtypes(grid),
-    systems,
-  ):
-    dtype, weights_dtype, cache_dtype = dtypes
-    tokens = batch_size * context
-    filled = tokens > config.prefill.max_tokens
-    cell = Cell(
-      system=system,
-      model=_model(config, num_kv_heads, dtype),
-      batch_size=batch_size,
-      context=context,
-      cache_kind=kind,
-      cache_dtype='int8' if kind == 'int8' else cache_dtype,
-      weights_dtype=weights_dtype,
-      prefill='filled' if filled else 'measured',
-      prefill_rounds=0 if filled else config.prefill.rounds,
-      prefill_chunk=config.prefill.chunk_size,
-      steps=config.steps,
-      rounds=config.rounds,
-      warmup=config.warmup,
-      seed=config.seed,
+  cells = [
+    _cell(config, *values)
+    for values in itertools.product(
+      _numbers(grid, 'batch_size'),
+      _numbers(grid, 'context'),
+      _listed(grid, 'num_kv_heads'),
+      _choices(grid, 'cache_kind', cache_lib.KINDS),
+      _dtypes(grid),
+      systems,
     )
-    _check(cell)
-    cells.append(cell)
+  ]
+  if grid.fill_memory:
+    larger = (
+      dataclasses.replace(cell, batch_size=size)
+      for cell in cells
+      for size in _larger_batches(cell, config.memory_limit)
+    )
+    cells = [_prefilled(config, cell) for cell in (*cells, *larger)]
+    cells.sort(key=lambda cell: (cell.batch_size, cell.context))
   return list(dict.fromkeys(cells))
 
 
@@ -228,6 +211,54 @@ def _check(cell: Cell) -> None:
       f'grid.context={cell.context} and steps={cell.steps} are {cell.slots} '
       f'tokens, more than model.max_len={cell.model.max_len}; raise that.'
     )
+
+
+def _cell(config, batch_size, context, num_kv_heads, kind, dtypes, system):
+  dtype, weights_dtype, cache_dtype = dtypes
+  cell = Cell(
+    system=system,
+    model=_model(config, num_kv_heads, dtype),
+    batch_size=batch_size,
+    context=context,
+    cache_kind=kind,
+    cache_dtype='int8' if kind == 'int8' else cache_dtype,
+    weights_dtype=weights_dtype,
+    prefill='measured',
+    prefill_rounds=config.prefill.rounds,
+    prefill_chunk=config.prefill.chunk_size,
+    steps=config.steps,
+    rounds=config.rounds,
+    warmup=config.warmup,
+    seed=config.seed,
+  )
+  _check(cell)
+  return _prefilled(config, cell)
+
+
+def _prefilled(config, cell: Cell) -> Cell:
+  """The cell, with a made-up cache where its prompts are too long to read."""
+  if cell.batch_size * cell.context <= config.prefill.max_tokens:
+    return cell
+  return dataclasses.replace(cell, prefill='filled', prefill_rounds=0)
+
+
+def _larger_batches(cell: Cell, limit: int) -> Iterator[int]:
+  """Doubles the batch while it fits into memory; ends with the largest."""
+  fits = lambda size: (
+    memory_bytes([dataclasses.replace(cell, batch_size=size)]) <= limit
+  )
+  size = cell.batch_size
+  if not fits(size):
+    return
+  while fits(2 * size):
+    size *= 2
+    yield size
+  low, high = size, 2 * size
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  yield low
+  yield high  # is recorded as what does not fit
 
 
 def _model(config, num_kv_heads, dtype: str) -> ModelConfig:

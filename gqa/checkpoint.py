@@ -1,6 +1,6 @@
 """Checkpoints of a run: written in the background, read strictly.
 
-All use of orbax is here. A workdir holds `config.json` and
+All use of orbax is here. A workdir holds
 `checkpoints/<step>/{params,opt_state,data,meta}`; `params` is an item of its
 own, so that a checkpoint opens without its optimizer. Nothing is padded, cut
 or cast to fit: tree, shapes and types are compared before an array is read.
@@ -14,9 +14,7 @@ import logging
 import math
 import os
 import pathlib
-import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,47 +22,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gqa import matching
+from gqa import model as model_lib
+from gqa import sharding as sharding_lib
+from gqa import workdir as workdir_lib
+from gqa.config import ModelConfig
+
 Path = str | os.PathLike[str]
 
-# Fields that may differ when a run is resumed: what they change is what is
-# seen and kept, never a parameter.
-FREE_FIELDS = (
-  'compilation_cache',
-  'train.log_every',
-  'train.profile',
-  'eval.',
-  'checkpoint.',
-)
-_SHOWN = 5  # differences listed in an error
 # Bytes that are gathered in memory before they are written to a file.
 _DATA_FILE_SIZE = 1 << 24
-# The config field behind each axis of a parameter, by the end of its path.
-_AXIS_FIELDS = (
-  (r'^embed/embedding$', ('vocab_size', 'embed_dim')),
-  (r'position_embed/embedding$', ('max_len', 'embed_dim')),
-  (r'head/kernel$', ('embed_dim', 'vocab_size')),
-  (r'head/bias$', ('vocab_size',)),
-  (r'query/kernel$', ('embed_dim', 'num_heads', 'head_dim')),
-  (r'(key|value)/kernel$', ('embed_dim', 'num_kv_heads', 'head_dim')),
-  (r'out/kernel$', ('num_heads', 'head_dim', 'embed_dim')),
-  (r'(gate|up)/kernel$', ('embed_dim', 'mlp_dim')),
-  (r'down/kernel$', ('mlp_dim', 'embed_dim')),
-)
-# The config field behind a parameter that only one side has.
-_PRESENCE_FIELDS = (
-  (r'^position_embed/', 'position'),
-  (r'^head/bias$', 'head_bias'),
-  (r'^head/', 'tie_embeddings'),
-  (r'(query|key)_norm/', 'qk_norm'),
-  (r'(query|key|value)/bias$', 'qkv_bias'),
-  (r'out/bias$', 'out_bias'),
-  (r'mlp/\w+/bias$', 'mlp_bias'),
-  (r'mlp/gate/', 'mlp'),
-  (r'norm/bias$', 'norm'),
-  (r'post_norm/', 'norm_position'),
-  (r'mlp_norm/', 'shared_norm'),
-  (r'attention_norm/', 'norm_position'),
-)
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
@@ -76,110 +43,9 @@ def _is_shown(record: logging.LogRecord) -> bool:
 logging.getLogger('absl').addFilter(_is_shown)
 
 
-def resolve_workdir(path: Path) -> pathlib.Path:
-  """Make a directory for a run and prove that it can be written to.
-
-  Returns the absolute path, with `~` expanded.
-
-  Raises:
-    ValueError: `path` is a URL, or is or lies below a plain file.
-    OSError: it cannot be made or written to.
-  """
-  workdir = _absolute(path)
-  for parent in (workdir, *workdir.parents):
-    if parent.exists() and not parent.is_dir():
-      raise ValueError(
-        f'workdir={str(path)!r}: {parent} is a file, not a directory; '
-        'choose another workdir.'
-      )
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=workdir, prefix='.write_test') as file:
-      file.write(bytes(1 << 16))
-      file.flush()
-      os.fsync(file.fileno())
-  except OSError as error:
-    raise OSError(
-      f'workdir={str(path)!r} cannot be written to: {error.strerror or error}; '
-      'choose a directory on a disk with space and write permission.'
-    ) from error
-  return workdir
-
-
-def save_config(workdir: Path, config: Mapping[str, Any]):
-  """Write `config.json`; it is there whole or not at all."""
-  path = pathlib.Path(workdir) / 'config.json'
-  temporary = path.with_name(f'.config.{os.getpid()}.tmp')
-  temporary.write_text(json.dumps(config, indent=2) + '\n')
-  os.replace(temporary, path)
-
-
-def load_config(workdir: Path) -> dict[str, Any]:
-  """Read the config of a run from its workdir or one of its checkpoints.
-
-  Raises:
-    ValueError: there is none, or it is not JSON.
-  """
-  path = _locate(workdir)[0] / 'config.json'
-  try:
-    return json.loads(path.read_text())
-  except (FileNotFoundError, NotADirectoryError):
-    raise ValueError(
-      f'{path} does not exist; give the workdir of a run.'
-    ) from None
-  except json.JSONDecodeError as error:
-    raise ValueError(f'{path} is not valid JSON: {error}.') from None
-
-
-def check_same_config(
-  workdir: Path, config: Mapping[str, Any], allow: bool = False
-):
-  """Refuse to resume a run under another config.
-
-  Fields in `FREE_FIELDS` may differ. A workdir without visible files is new
-  and takes any config.
-
-  Args:
-    workdir: directory of the run.
-    config: what it is to run now, nested.
-    allow: let any field differ.
-
-  Raises:
-    ValueError: fields differ, or the directory holds something else.
-  """
-  workdir = pathlib.Path(workdir)
-  if not (workdir / 'config.json').exists():
-    others = sorted(
-      entry.name
-      for entry in (workdir.iterdir() if workdir.exists() else ())
-      if not entry.name.startswith('.')
-    )
-    if others:
-      raise ValueError(
-        f'{workdir} is not empty and has no config.json, so it is not a run '
-        f'(it holds {_listed(others)}); choose another workdir.'
-      )
-    return
-  if allow:
-    return
-  saved = flat_config(load_config(workdir))
-  given = flat_config(json.loads(json.dumps(config)))
-  differing = [
-    f'{name}: {_shown_value(saved, name)} -> {_shown_value(given, name)}'
-    for name in dict.fromkeys([*saved, *given])
-    if _shown_value(saved, name) != _shown_value(given, name)
-    and not name.startswith(FREE_FIELDS)
-  ]
-  if differing:
-    raise ValueError(
-      f'{workdir} was made with another config ({"; ".join(differing)}); '
-      'choose another workdir, or give --allow_config_change.'
-    )
-
-
 def steps(path: Path) -> list[int]:
   """List the steps of which a workdir holds a complete checkpoint."""
-  return _list_steps(_locate(path)[0] / 'checkpoints')[0]
+  return _list_steps(workdir_lib.locate(path)[0] / 'checkpoints')[0]
 
 
 def load_params(
@@ -211,10 +77,12 @@ def load_params(
     template = _nest(saved)
   expected = _flatten(template)
   widened = {
-    path: expected[path] if _is_wider(expected.get(path), leaf) else leaf
+    path: expected[path]
+    if matching.is_wider(expected.get(path), leaf)
+    else leaf
     for path, leaf in saved.items()
   }
-  _check_match(directory, {'params': (widened, expected)})
+  matching.check_match(directory, {'params': (widened, expected)})
   sharding = sharding or jax.sharding.SingleDeviceSharding(
     jax.local_devices()[0]
   )
@@ -223,6 +91,52 @@ def load_params(
     with ocp.StandardCheckpointer() as reader:
       params = reader.restore(directory / 'params', target)
   return params, _read_json(directory, 'meta')
+
+
+def load_on_mesh(
+  path: Path, step: str, config: ModelConfig, mesh: jax.sharding.Mesh
+) -> tuple[model_lib.Params, dict[str, Any]]:
+  """Read the parameters of a model onto a mesh, as they are split over it.
+
+  Args:
+    path: a workdir, or one of its checkpoints/<step>.
+    step: 'latest', 'best', or a number.
+    config: what the checkpoint must hold.
+    mesh: where parameters go.
+
+  Returns:
+    The parameters, and the checkpoint's `meta`.
+
+  Raises:
+    ValueError: as `load_params`.
+  """
+  shapes = jax.eval_shape(
+    lambda: model_lib.init_params(config, jax.random.key(0))
+  )
+  template = jax.tree.map(
+    lambda x, spec: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+    ),
+    shapes,
+    sharding_lib.param_specs(shapes, mesh, config),
+  )
+  if step.isdecimal():
+    step = int(step)
+  return load_params(path, step, template)
+
+
+def load_meta(path: Path, step: int | str | None = None) -> dict[str, Any]:
+  """Read what a checkpoint says of itself, and none of its arrays.
+
+  Arguments and errors are those of `load_params`.
+  """
+  return _read_json(_find(path, step), 'meta')
+
+
+def trained_steps(meta: Mapping[str, Any]) -> int:
+  """Count the updates behind a checkpoint, by it and those it came from."""
+  parent = meta.get('parent') or {}
+  return meta['step'] + parent.get('steps', 0)
 
 
 def save_params(
@@ -237,7 +151,7 @@ def save_params(
     ValueError: the workdir has a checkpoint of that step.
     OSError: it cannot be written.
   """
-  root = _absolute(path) / 'checkpoints'
+  root = workdir_lib.absolute(path) / 'checkpoints'
   if step in _list_steps(root)[0]:
     raise ValueError(
       f'{root / str(step)} exists already; choose another target.'
@@ -423,7 +337,7 @@ class Checkpointer:
         'start a new run from its parameters with --config.init_from.'
       )
     trees = {'params': template.params, 'opt_state': template.opt_state}
-    _check_match(
+    matching.check_match(
       directory,
       {
         item: (_saved_leaves(directory, item), _flatten(tree))
@@ -471,25 +385,6 @@ class _Retention:
     return [step in latest or step in best for step in present]
 
 
-def _absolute(path: Path) -> pathlib.Path:
-  text = os.fspath(path)
-  if '://' in text:
-    raise ValueError(
-      f'{text!r} is a URL; mount the bucket and give a path on this machine.'
-    )
-  return pathlib.Path(os.path.abspath(os.path.expanduser(text)))
-
-
-def _locate(path: Path) -> tuple[pathlib.Path, int | None]:
-  """Split a path into the workdir and the step it points at, if any."""
-  path = _absolute(path)
-  if path.name == 'checkpoints':
-    return path.parent, None
-  if path.parent.name == 'checkpoints' and path.name.isdigit():
-    return path.parent.parent, int(path.name)
-  return path, None
-
-
 def _list_steps(root: pathlib.Path) -> tuple[list[int], list[int]]:
   """List the steps of complete checkpoints, and of incomplete ones."""
   complete, incomplete = [], []
@@ -504,7 +399,7 @@ def _list_steps(root: pathlib.Path) -> tuple[list[int], list[int]]:
 
 def _find(path: Path, step: int | str | None) -> pathlib.Path:
   """Find the directory of a checkpoint, or say what there is instead."""
-  workdir, named = _locate(path)
+  workdir, named = workdir_lib.locate(path)
   root = workdir / 'checkpoints'
   if named is not None:
     if step not in (None, named):
@@ -514,7 +409,9 @@ def _find(path: Path, step: int | str | None) -> pathlib.Path:
       )
     step = named
   complete, incomplete = _list_steps(root)
-  partial = f' (incomplete: {_listed(incomplete)})' if incomplete else ''
+  partial = (
+    f' (incomplete: {workdir_lib.listed(incomplete)})' if incomplete else ''
+  )
   if not complete:
     raise ValueError(
       f'{workdir} has no checkpoint{partial}; give the workdir of a run, or '
@@ -534,7 +431,7 @@ def _find(path: Path, step: int | str | None) -> pathlib.Path:
   if step not in complete:
     raise ValueError(
       f'{workdir} has no checkpoint of step={step!r}{partial}; choose one of '
-      f"{_listed(complete)}, 'latest' or 'best'."
+      f"{workdir_lib.listed(complete)}, 'latest' or 'best'."
     )
   return root / str(step)
 
@@ -615,89 +512,3 @@ def _target(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def _place(number: int, template: Any) -> jax.Array:
   value = np.asarray(number, template.dtype)
   return jax.device_put(value, getattr(template, 'sharding', None))
-
-
-def _check_match(directory: pathlib.Path, items: Mapping[str, tuple]):
-  """Compare saved with expected leaves, and list what differs."""
-  lines, hints = [], {}
-  for item, (saved, expected) in items.items():
-    for path in dict.fromkeys([*expected, *saved]):
-      old, new = saved.get(path), expected.get(path)
-      if _described(old) != _described(new):
-        name = '/'.join(path)
-        lines.append(
-          f'{item}/{name}: saved {_described(old)}, expected {_described(new)}'
-        )
-        if item == 'params':
-          hints |= _hints(name, old, new)
-  if not lines:
-    return
-  saved, expected = items['params']
-  if _num_layers(saved) != _num_layers(expected):
-    hints = {
-      'num_layers': (_num_layers(saved), _num_layers(expected)),
-      **{name: sizes for name, sizes in hints.items() if sizes},
-    }
-  more = f' and {len(lines) - _SHOWN} more' if len(lines) > _SHOWN else ''
-  shown = [
-    'model.{}: saved {}, expected {}'.format(name, *sizes)
-    if sizes
-    else f'model.{name}'
-    for name, sizes in hints.items()
-  ] or ['model' if lines[0].startswith('params') else 'optim']
-  raise ValueError(
-    f'{directory} does not fit, {len(lines)} arrays differ: '
-    f'{"; ".join(lines[:_SHOWN])}{more}. Look at {"; ".join(shown)}.'
-  )
-
-
-def _is_wider(expected: Any, saved: Any) -> bool:
-  """Tell whether only the type differs, and takes every number as it is."""
-  return (
-    expected is not None
-    and expected.shape == saved.shape
-    and expected.dtype == np.float32
-    and saved.dtype.name in ('bfloat16', 'float16')
-  )
-
-
-def _described(leaf: Any) -> str:
-  if leaf is None:
-    return 'nothing'
-  return f'{np.dtype(leaf.dtype).name}{list(leaf.shape)}'
-
-
-def _num_layers(leaves: Mapping[tuple[str, ...], Any]) -> int:
-  return len({path[0] for path in leaves if path[0].startswith('layer_')})
-
-
-def _hints(name: str, old: Any, new: Any) -> dict[str, tuple[int, int] | None]:
-  """Name the config fields behind one difference, with sizes if it has any."""
-  if old is None or new is None:
-    fields = [f for end, f in _PRESENCE_FIELDS if re.search(end, name)]
-    return dict.fromkeys(fields[:1])
-  fields = [f for end, f in _AXIS_FIELDS if re.search(end, name)]
-  if not fields or len(old.shape) != len(new.shape):
-    return {}
-  sizes = zip(fields[0], old.shape, new.shape, strict=False)
-  return {field: (a, b) for field, a, b in sizes if a != b}
-
-
-def flat_config(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Give the fields of a nested config by dotted name."""
-  flat = {}
-  for name, value in config.items():
-    if isinstance(value, Mapping):
-      flat |= flat_config(value, f'{prefix}{name}.')
-    else:
-      flat[prefix + name] = value
-  return flat
-
-
-def _shown_value(config: Mapping[str, Any], name: str) -> str:
-  return repr(config[name]) if name in config else '(absent)'
-
-
-def _listed(values: Sequence[Any]) -> str:
-  shown = ', '.join(str(value) for value in values[:10])
-  return f'{shown}, ...' if len(values) > 10 else shown

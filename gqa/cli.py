@@ -38,6 +38,24 @@ def parse_flags(
 
   After --help and its like it exits with 0.
   """
+  try:
+    return read_flags(argv, flag_values)
+  except Exception as error:
+    if _keep_traceback():
+      raise
+    fail(reason(error))
+
+
+def read_flags(
+  argv: Sequence[str], flag_values: flags.FlagValues
+) -> Sequence[str]:
+  """Parses flags and returns the other arguments.
+
+  After --help and its like the process exits with 0.
+
+  Raises:
+    Exception: whatever the config file raises, or an `flags.Error`.
+  """
   problem = None
   try:
     rest = flag_values(argv)
@@ -45,14 +63,9 @@ def parse_flags(
     sys.exit(0)
   except Exception as error:  # A config file may raise anything.
     problem = error
-  try:
-    _check_config(argv, flag_values)
-    if problem is not None:
-      raise problem
-  except Exception as error:
-    if _keep_traceback():
-      raise
-    fail(_reason(error))
+  _check_config(argv, flag_values)
+  if problem is not None:
+    raise problem
   return rest
 
 
@@ -70,7 +83,7 @@ def load_config_file(path: str) -> types.ModuleType:
   except OSError as error:
     raise ValueError(f'--config={path}: {error.strerror}.') from error
   sys.modules[module.__name__] = module  # as dataclasses in it expect
-  with _line_named(path):
+  with line_named(path):
     code = compile(source, path, 'exec', dont_inherit=True)
     exec(code, module.__dict__)
   if not hasattr(module, 'get_config'):
@@ -90,7 +103,7 @@ def _guarded(main, argv) -> None:
   except FAILURES as error:
     if _keep_traceback():
       raise
-    fail(_reason(error))
+    fail(reason(error))
   sys.exit(code)
 
 
@@ -98,7 +111,7 @@ def _keep_traceback() -> bool:
   return os.environ.get('GQA_TRACEBACK') == '1'
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
   """Says in words what the exceptions of Python and absl say in code."""
   if isinstance(error, OSError) and error.filename is not None:
     return f'{error.strerror}: {error.filename}'
@@ -131,7 +144,7 @@ def _check_config(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
     return
   path, *argument = path.split(':', 1)
   module = load_config_file(path)
-  with _line_named(path):
+  with line_named(path):
     config = module.get_config(*argument)
   for field in fields:
     _check_field(config, field)
@@ -163,7 +176,7 @@ def _check_field(config, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _line_named(path: str):
+def line_named(path: str):
   """Turns what a config file raises into a ValueError that names its line."""
   try:
     yield
@@ -176,4 +189,4 @@ def _line_named(path: str):
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f'{path}, line {lines[-1]}' if lines else path
     kind = type(error).__name__
-    raise ValueError(f'{where}: {kind}: {_reason(error)}') from error
+    raise ValueError(f'{where}: {kind}: {reason(error)}') from error

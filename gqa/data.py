@@ -1,6 +1,7 @@
 """Token files to batches; and the command that makes token files of text.
 
-`python -m gqa.data --source=... --target=DIR` tokenises once (see prepare.py).
+`python -m gqa.data --source=... --target=DIR` tokenises once (see prepare.py),
+and `--verify=DIR` tells whether a copy of the result is whole.
 Example i of length T is the window tokens[i*T : i*T + T+1]; its inputs are the
 window without its last token and its targets the window without its first.
 That is the one place where labels are shifted: nothing after it shifts again.
@@ -299,30 +300,42 @@ def _local_batch(batch_size, process_count):
 
 
 def main(argv):
-  """Runs `prepare` from flags and says what it made."""
+  """Makes or verifies what the flags say, and says what it is."""
   if len(argv) > 1:
     raise ValueError(f'{argv[1]} is no flag; write --source=FILE --target=DIR.')
   args = flags.FLAGS
-  manifest = prepare(
-    args.source,
-    args.tokenizer,
-    args.target,
-    valid=args.valid,
-    valid_fraction=args.valid_fraction,
-    overwrite=args.overwrite,
-  )
+  if args.verify:
+    target, splits = args.verify, [open_tokens(args.verify, s) for s in SPLITS]
+    for split in splits:
+      split.verify()
+    manifest = splits[0].manifest
+  elif args.source and args.target:
+    target = args.target
+    manifest = prepare(
+      args.source,
+      args.tokenizer,
+      target,
+      valid=args.valid,
+      valid_fraction=args.valid_fraction,
+      overwrite=args.overwrite,
+    )
+  else:
+    raise ValueError('give --source=FILE and --target=DIR, or --verify=DIR.')
   for split, entry in manifest['splits'].items():
     print(
       f'{split}: {entry["documents"]:,} documents, {entry["bytes"]:,} bytes, '
       f'{entry["tokens"]:,} tokens'
     )
-  print(f'{args.target}: vocab_size={manifest["vocab_size"]}')
+  print(f'{target}: vocab_size={manifest["vocab_size"]}')
 
 
 def _define_flags():
   # Not at import: the commands that read tokens have flags of these names.
-  flags.DEFINE_string('source', None, SOURCES, required=True)
-  flags.DEFINE_string('target', None, 'directory to make', required=True)
+  flags.DEFINE_string('source', None, SOURCES)
+  flags.DEFINE_string('target', None, 'directory to make')
+  flags.DEFINE_string(
+    'verify', None, 'directory that was made; reads all of it and makes nothing'
+  )
   flags.DEFINE_string(
     'tokenizer', 'bytes', 'bytes, bpe:SIZE, or a tokenizer.json'
   )

@@ -24,6 +24,7 @@ from gqa import checkpoint, cli, data, runtime, sharding
 from gqa import loss as loss_lib
 from gqa import model as model_lib
 from gqa import tokenizer as tokenizer_lib
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 
 EvalStep = Callable[[model_lib.Params, dict[str, jax.Array]], Any]
@@ -99,7 +100,7 @@ def main(argv):
   """Evaluates the checkpoint of the flags and prints one JSON line."""
   del argv
   flag = flags.FLAGS
-  raw = checkpoint.load_config(flag.checkpoint)
+  raw = workdir_lib.load_config(flag.checkpoint)
   config = ModelConfig.from_dict(raw['model'])
   seq_len = flag.seq_len or raw['train']['seq_len']
   if not (flag.data or raw['data']['path']):
@@ -115,7 +116,9 @@ def main(argv):
     types.SimpleNamespace(data=-1, fsdp=flag.fsdp, model=flag.model)
   )
   sharding.check_batch(flag.batch_size, mesh)
-  params, meta = load_params(flag.checkpoint, flag.step, config, mesh)
+  params, meta = checkpoint.load_on_mesh(
+    flag.checkpoint, flag.step, config, mesh
+  )
   batches = data.eval_batches(
     tokens, batch_size=flag.batch_size, seq_len=seq_len
   )
@@ -130,35 +133,6 @@ def main(argv):
     'seq_len': seq_len,
   }
   print(json.dumps(result))
-
-
-def load_params(
-  path: str, step: str, config: ModelConfig, mesh: jax.sharding.Mesh
-) -> tuple[model_lib.Params, dict[str, Any]]:
-  """Reads the parameters of `config` from a checkpoint onto a mesh.
-
-  Args:
-    path: a workdir, or one of its checkpoints/<step>.
-    step: 'latest', 'best', or a number.
-    config: what the checkpoint must hold.
-    mesh: where parameters go.
-
-  Returns:
-    The parameters, and the checkpoint's `meta`.
-  """
-  shapes = jax.eval_shape(
-    lambda: model_lib.init_params(config, jax.random.key(0))
-  )
-  template = jax.tree.map(
-    lambda x, spec: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
-    ),
-    shapes,
-    sharding.param_specs(shapes, mesh, config),
-  )
-  if step.isdecimal():
-    step = int(step)
-  return checkpoint.load_params(path, step, template)
 
 
 def _open(source: str, split: str, run: str) -> data.TokenFile:

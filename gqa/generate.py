@@ -27,10 +27,11 @@ import numpy as np
 from absl import flags
 
 from gqa import cache as cache_lib
-from gqa import checkpoint, cli, decode, evaluate, runtime, sharding
+from gqa import checkpoint, cli, decode, runtime, sharding
 from gqa import model as model_lib
 from gqa import sampling as sampling_lib
 from gqa import tokenizer as tokenizer_lib
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 from gqa.sampling import Sampling
 from gqa.stopping import StopStrings
@@ -79,16 +80,16 @@ def load(path: str, step: str = 'latest', devices: int = 1) -> Model:
     step: 'latest', 'best' or a number.
     devices: how many split heads and MLP.
   """
-  raw = checkpoint.load_config(path)
+  raw = workdir_lib.load_config(path)
   config = ModelConfig.from_dict(raw['model'])
-  tokenizer = tokenizer_lib.load(_workdir(path))
+  tokenizer = tokenizer_lib.load(str(workdir_lib.locate(path)[0]))
   if 'interop' in raw:
     tokenizer.add_bos = raw['interop']['add_bos']
   mesh = sharding.make_mesh(
     types.SimpleNamespace(data=1, fsdp=1, model=devices),
     jax.devices()[:devices],
   )
-  params, _ = evaluate.load_params(path, step, config, mesh)
+  params, _ = checkpoint.load_on_mesh(path, step, config, mesh)
   return Model(params, config, tokenizer)
 
 
@@ -217,7 +218,7 @@ def main(argv):
   del argv
   flag = flags.FLAGS
   prompts = _prompts(flag.prompt, flag.prompt_file)
-  raw = checkpoint.load_config(flag.checkpoint)
+  raw = workdir_lib.load_config(flag.checkpoint)
   runtime.keep_freed_memory()
   runtime.cache_compiled_programs(raw['compilation_cache'])
   model = load(flag.checkpoint, flag.step, flag.model)
@@ -331,15 +332,6 @@ def _prompts(prompts, path) -> list[str]:
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is not UTF-8: {error}; convert it.') from error
   return [text.removesuffix('\n')]  # editors and echo end a file with it
-
-
-def _workdir(path: str) -> str:
-  """The workdir that a checkpoint lies in."""
-  path = pathlib.Path(path).expanduser().absolute()
-  for parent in (path, *path.parents[:2]):
-    if (parent / 'config.json').is_file():
-      return str(parent)
-  return str(path)
 
 
 _SETTINGS = (

@@ -28,6 +28,8 @@ import numpy as np
 import tqdm
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.hparams import (
   api_pb2,
   plugin_data_pb2,
@@ -112,6 +114,25 @@ class Writer:
     )
     image = _strings(width, height, png.getvalue())
     self._values(step, {tag: image}, metadata)
+
+  def charts(self, charts: Mapping[str, Sequence[str]]):
+    """Lay out curves that belong on one plot, in the CUSTOM SCALARS tab.
+
+    Args:
+      charts: the tags on each plot, by its title.
+    """
+    layout = layout_pb2.Layout()
+    category = layout.category.add(title='charts')
+    for title, tags in charts.items():
+      # Tags are matched as regular expressions.
+      whole = [f'^{re.escape(tag)}$' for tag in tags]
+      category.chart.add(
+        title=title, multiline=layout_pb2.MultilineChartContent(tag=whole)
+      )
+    tag = layout_metadata.CONFIG_SUMMARY_TAG
+    text = _strings(layout.SerializeToString()).reshape(())
+    metadata = layout_metadata.create_summary_metadata()
+    self._values(0, {tag: text}, metadata)
 
   def hparams(
     self,
@@ -207,7 +228,8 @@ class NullWriter:
   def _ignore(self, *args, **kwargs):
     pass
 
-  scalars = text = figure = hparams = session_end = flush = close = _ignore
+  scalars = text = figure = charts = hparams = _ignore
+  session_end = flush = close = _ignore
 
 
 def make_writer(

@@ -55,6 +55,12 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_ARENA_MAX, 1)
 
 
+def return_freed_memory() -> None:
+  """Returns to the system what is free now, also under `keep_freed_memory`."""
+  if platform.libc_ver()[0] == 'glibc':
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def cache_compiled_programs(directory: str) -> None:
   """Keeps compiled programs in `directory` ('' for none) for later runs."""
   if not directory:

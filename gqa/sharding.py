@@ -55,6 +55,8 @@ PARAMETERS = {
   'key/bias': ('kv_heads', 'head_dim'),
   'value/kernel': ('embed', 'kv_heads', 'head_dim'),
   'value/bias': ('kv_heads', 'head_dim'),
+  'key_mix/scale': (None,),
+  'value_mix/scale': (None,),
   'out/kernel': ('heads', 'head_dim', 'embed'),
   'out/bias': ('embed',),
   'gate/kernel': ('embed', 'mlp'),

@@ -10,17 +10,13 @@ and exit with code 75, for a scheduler that requeues the command.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import flags
-from flax import struct
 from ml_collections import config_flags
 
 from gqa import (
@@ -30,192 +26,33 @@ from gqa import (
   evaluate,
   metrics,
   optim,
+  points,
+  profiling,
   runtime,
   sharding,
+  update,
+  uptrain,
 )
-from gqa import loss as loss_lib
 from gqa import model as model_lib
+from gqa import origin as origin_lib
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
+from gqa.preemption import EXIT_PREEMPTED, Preemption
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: run the same command again
-# Parts of a batch whose updates are computed independently of each other in
-# one program, by backend. XLA's element-wise code on a CPU runs on one thread;
-# with two parts the other threads have the products of the other part.
-CHAINS = {'cpu': 2}
 _HPARAMS = ('model.', 'optim.', 'train.')  # sections in TensorBoard's table
-
-
-@struct.dataclass
-class TrainState:
-  """All that an update reads and writes."""
-
-  step: jax.Array  # [] int32, batches seen
-  params: Any  # nested dict of float32 arrays
-  opt_state: Any
-  nonfinite: jax.Array  # [] int32, skipped updates in a row, up to now
-  skipped: jax.Array  # [] int32, skipped updates in all
-
-
-def init_state(
-  config: ModelConfig, optimizer: optax.GradientTransformation, seed: int
-) -> TrainState:
-  """A state before the first update, from the seed alone."""
-  params = model_lib.init_params(config, jax.random.key(seed))
-  # An array each: one buffer cannot be donated twice.
-  step, nonfinite, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
-  return TrainState(
-    step=step,
-    params=params,
-    opt_state=optimizer.init(params),
-    nonfinite=nonfinite,
-    skipped=skipped,
-  )
-
-
-def make_train_step(config, model_config: ModelConfig):
-  """Returns (optimizer, train_step).
-
-  `train_step(state, batch) -> (state, metrics)` is one update from a batch of
-  [B, T] arrays. Its gradient is the sum over all micro-batches (and devices)
-  of the gradients of summed token losses, divided once by the sum of weights.
-  An update whose gradient is not finite is skipped and counted.
-  """
-  optimizer, schedule = optim.make_optimizer(
-    config.optim, config.train.num_steps
-  )
-  decoder = model_lib.Decoder(model_config)
-  accum, z_loss = config.train.grad_accum, config.train.z_loss
-  clip_norm, seed = config.optim.clip_norm, config.seed
-
-  def objective(params, batch, key):
-    """Sum of token losses, and the cross-entropy part of it."""
-    features = decoder.apply(
-      {'params': params},
-      batch['tokens'],
-      batch['positions'],
-      batch['segments'],
-      deterministic=model_config.dropout == 0,
-      rngs={'dropout': key},
-      method='features',
-    )
-    total, nll = loss_lib.cross_entropy(
-      features,
-      model_lib.head_rows(model_config, params),
-      batch['targets'],
-      batch['weights'],
-      z_loss=z_loss,
-      softcap=model_config.logit_softcap,
-    )
-    return total, nll.sum()
-
-  one_chain = jax.value_and_grad(objective, has_aux=True)
-
-  def gradient(params, batch, key):
-    """(objective, cross-entropy), gradient: sums over the batch."""
-    chains = _num_chains(batch['tokens'].shape[0])
-    parts = [
-      one_chain(
-        params,
-        jax.tree.map(lambda x, i=i: x[i::chains], batch),
-        jax.random.fold_in(key, i),
-      )
-      for i in range(chains)
-    ]
-    return jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *parts)
-
-  def summed_gradient(params, batch, key):
-    """(objective, cross-entropy), gradient: sums over all micro-batches."""
-    if accum == 1:
-      return gradient(params, batch, key)
-    # Row r goes to micro-batch r % accum, so that each device keeps its rows.
-    split = lambda x: jnp.moveaxis(
-      x.reshape(-1, accum, *x.shape[1:]), 1, 0
-    )  # [accum, B / accum, T]
-
-    def add(carry, inputs):
-      index, micro = inputs
-      new = gradient(params, micro, jax.random.fold_in(key, index))
-      return jax.tree.map(jnp.add, carry, new), None
-
-    micros = jax.tree.map(split, batch)
-    one = jax.tree.map(lambda x: x[0], micros)
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype),
-      jax.eval_shape(gradient, params, one, key),
-    )
-    carry, _ = jax.lax.scan(add, zeros, (jnp.arange(accum), micros))
-    return carry
-
-  def train_step(state: TrainState, batch) -> tuple[TrainState, dict]:
-    key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
-    (total, nll), grads = summed_gradient(state.params, batch, key)
-    count = batch['weights'].sum()
-    scale = 1.0 / jnp.maximum(count, 1.0)
-    grad_norm = optax.tree.norm(grads) * scale
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
-    factor = scale * optim.clip_factor(grad_norm, clip_norm)
-
-    def update(old):
-      params, opt_state = old
-      mean = jax.tree.map(lambda g: g * factor, grads)
-      updates, opt_state = optimizer.update(mean, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state
-
-    old = state.params, state.opt_state
-    params, opt_state = optim.update_if(finite, update, old)
-    new_state = TrainState(
-      step=state.step + 1,
-      params=params,
-      opt_state=opt_state,
-      nonfinite=jnp.where(finite, 0, state.nonfinite + 1),
-      skipped=state.skipped + jnp.where(finite, 0, 1),
-    )
-    return new_state, {
-      'train/loss': nll * scale,
-      'train/objective': total * scale,
-      'train/grad_norm': grad_norm,
-      'train/param_norm': optax.tree.norm(new_state.params),
-      'train/learning_rate': schedule(state.step - state.skipped),
-      'train/skipped_updates': new_state.skipped,
-      'train/nonfinite': new_state.nonfinite,
-    }
-
-  return optimizer, train_step
-
-
-def _num_chains(rows: int) -> int:
-  """How many independent parts a batch of `rows` is computed in."""
-  mesh = jax.sharding.get_abstract_mesh()
-  divided = not mesh.empty and mesh.size > 1
-  chains = CHAINS.get(jax.default_backend(), 1)
-  return 1 if divided or rows % chains else chains
-
-
-def compile_steps(train_step, mesh, shardings):
-  """Jits `steps_per_call` updates as one program; the state is donated.
-
-  The returned function takes batches of [steps, B, T] arrays and returns
-  metrics of [steps] arrays.
-  """
-
-  def train_steps(state, batches):
-    if jax.tree.leaves(batches)[0].shape[0] == 1:
-      state, values = train_step(state, jax.tree.map(lambda x: x[0], batches))
-      return state, jax.tree.map(lambda x: x[None], values)
-    return jax.lax.scan(train_step, state, batches)
-
-  return jax.jit(
-    train_steps,
-    donate_argnums=0,
-    in_shardings=(shardings, sharding.batch_sharding(mesh, axis=1)),
-    out_shardings=(shardings, None),
-  )
+_HPARAMS_METRICS = (
+  'eval/loss',
+  'eval/bits_per_byte',
+  'model/parameters',
+  'model/kv_bytes_per_token',
+)
 
 
 def check_run(config) -> None:
   """Raises ValueError for fields of `train`, `eval` and others that clash."""
   t = config.train
-  for name in ('num_steps', 'batch_size', 'seq_len', 'grad_accum'):
+  _at_least(0 if uptrain.is_on(config) else 1, 'train.num_steps', t.num_steps)
+  for name in ('batch_size', 'seq_len', 'grad_accum'):
     _at_least(1, f'train.{name}', t[name])
   for name in ('steps_per_call', 'log_every', 'nonfinite_limit'):
     _at_least(1, f'train.{name}', t[name])
@@ -242,60 +79,12 @@ def check_run(config) -> None:
       'data.path is not set; make a token directory with python -m gqa.data '
       'and give it as --config.data.path=DIR.'
     )
-  profiled_steps(t.profile)
-
-
-def profiled_steps(text: str) -> tuple[int, int]:
-  """Parses 'FIRST:LAST'; ('' gives steps that are never reached)."""
-  if not text:
-    return -1, -1
-  try:
-    first, last = map(int, text.split(':'))
-  except ValueError:
-    first, last = 0, 0
-  if not 1 <= first <= last:
-    raise ValueError(
-      f"train.profile={text!r} must be 'FIRST:LAST' with 1 <= FIRST <= LAST, "
-      "such as '10:15'."
-    )
-  return first, last
+  profiling.profiled_steps(t.profile)
 
 
 def _at_least(least, name, value):
   if value < least:
     raise ValueError(f'{name}={value} must be at least {least}.')
-
-
-class Preemption:
-  """Turns a scheduler's signals into a flag that is read between steps."""
-
-  def __init__(self):
-    self._several = jax.process_count() > 1
-    self._received = False
-    # With several processes jax's own handler of SIGTERM agrees on a step.
-    signals = [signal.SIGUSR1, signal.SIGUSR2]
-    if not self._several:
-      signals.append(signal.SIGTERM)
-    self._previous = {s: signal.signal(s, self._receive) for s in signals}
-
-  def _receive(self, number, frame):
-    del frame
-    self._received = True
-    if self._several and number != signal.SIGTERM:
-      os.kill(os.getpid(), signal.SIGTERM)
-
-  def reached(self, step: int) -> bool:
-    """Whether all processes are to stop after this step."""
-    if not self._several:
-      return self._received
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.reached_preemption_sync_point(step)
-
-  def close(self):
-    """Gives the signals back."""
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
 
 
 def train(config, workdir: str, allow_config_change: bool = False) -> int:
@@ -316,17 +105,21 @@ class Run:
   """One life of a run, read from top to bottom: build, restore, loop, end."""
 
   def __init__(self, config, workdir: str, allow_config_change: bool):
+    config = uptrain.resolve(config)
     check_run(config)
     self.config = config
     self.model_config = ModelConfig.from_dict(config.model.to_dict())
-    optim.check_optim(config.optim, config.train.num_steps)
-    self.workdir = checkpoint.resolve_workdir(workdir)
+    optim.check_optim(config.optim, max(config.train.num_steps, 1))
+    self.origin = origin_lib.find(config, self.model_config)
+    self.workdir = workdir_lib.resolve_workdir(workdir)
     plain = config.to_dict()
-    checkpoint.check_same_config(self.workdir, plain, allow_config_change)
+    workdir_lib.check_same_config(self.workdir, plain, allow_config_change)
     self.tokens = data.open_tokens(config.data.path, 'train')
     self.valid = data.open_tokens(config.data.path, 'valid')
     for tokens in (self.tokens, self.valid):
       tokens.check_vocab(self.model_config.vocab_size)
+    if uptrain.is_on(config):
+      uptrain.check_tokenizer(config, self.tokens.tokenizer())
 
     self.mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(
@@ -342,23 +135,33 @@ class Run:
       process_count=self.rows[1],
     )
     if jax.process_index() == 0:
-      checkpoint.save_config(self.workdir, plain)
+      workdir_lib.save_config(self.workdir, plain)
       self.tokens.tokenizer().save(self.workdir)
     self._build()
 
   def _build(self):
-    optimizer, train_step = make_train_step(self.config, self.model_config)
-    make = lambda: init_state(self.model_config, optimizer, self.config.seed)
+    c, mc, mixing = self.config, self.model_config, self.origin.mixing
+    optimizer, train_step = update.make_train_step(c, mc, self.origin)
+    make = lambda: update.init_state(mc, optimizer, c.seed, mixing)
     abstract = jax.eval_shape(make)
-    shardings = sharding.state_shardings(abstract, self.mesh, self.model_config)
+    shardings = sharding.state_shardings(abstract, self.mesh, mixing.heads)
+    model = jax.eval_shape(mixing.fold, abstract.params)
+    self.model_shardings = jax.tree.map(
+      lambda spec: jax.sharding.NamedSharding(self.mesh, spec),
+      sharding.param_specs(model, self.mesh, mc),
+    )
+    # Of what is saved: parameters are the model's, whatever is trained.
     self.template = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      abstract,
-      shardings,
+      mixing.pack(abstract, model),
+      mixing.pack(shardings, self.model_shardings),
     )
+    self.shardings = shardings
     self.init = jax.jit(make, out_shardings=shardings)
-    self.step_fn = compile_steps(train_step, self.mesh, shardings)
-    self.eval_step = evaluate.make_eval_step(self.model_config)
+    self.step_fn = update.compile_steps(
+      train_step, self.mesh, shardings, self.origin.teacher is not None
+    )
+    self.eval_step = evaluate.make_eval_step(mc)
 
   def run(self) -> int:
     """Restores, then trains to the end or to a signal."""
@@ -379,44 +182,63 @@ class Run:
 
   def _restore(self) -> int:
     """Makes the state: resume this workdir, else init_from, else scratch."""
-    self.meta = {
-      'git': runtime.git_revision(),
-      'wall_time': 0.0,
-      'tokens_seen': 0,
-    }
-    if self.checkpointer.latest_step() is not None:
-      self.state, position, meta = self.checkpointer.restore(self.template)
+    origin, path = self.origin, self.config.init_from
+    git = {'git': runtime.git_revision()}
+    self.teacher = ()
+    if origin.teacher is not None:
+      self.teacher = (origin.teacher.load(self.mesh),)
+    self.resumed = self.checkpointer.latest_step() is not None
+    if self.resumed:
+      saved, position, meta = self.checkpointer.restore(self.template)
+      self.state = origin.mixing.unpack(saved)
       self.batches.set_state(position['batches'])
-      self.meta |= {key: meta[key] for key in ('wall_time', 'tokens_seen')}
+      self.meta = meta | git
       return meta['step']
+    self.meta = {**git, 'wall_time': 0.0, 'tokens_seen': 0}
+    if uptrain.is_on(self.config):
+      self.meta['parent_loss'] = self._parent_loss()
     self.state = self.init()
-    if self.config.init_from:
+    if path:
       params, parent = checkpoint.load_params(
-        self.config.init_from, template=self.template.params
+        path, template=self.template.params
       )
+      params = origin.start(params, self.mesh)
+      params = jax.device_put(params, self.shardings.params)
       self.state = self.state.replace(params=params)
-      self.meta['parent'] = {'path': self.config.init_from, **parent}
+      steps = checkpoint.trained_steps(parent)
+      self.meta['parent'] = {**parent, 'path': path, 'steps': steps}
     return 0
+
+  def _parent_loss(self) -> float | None:
+    """The parent's loss on the validation batches; None without a parent."""
+    parent = self.origin.parent
+    if parent is None:
+      return None
+    eval_step = evaluate.make_eval_step(parent.config)
+    params = parent.load(self.mesh)
+    return self._loss(eval_step, params)['loss']
 
   def _train(self, first: int, preemption: Preemption) -> int:
     t = self.config.train
     step = first
     self.started = time.time() - self.meta['wall_time']
     with (
-      metrics.make_writer(self.workdir, first + 1 if first else 0) as writer,
+      metrics.make_writer(self.workdir, first + self.resumed) as writer,
       metrics.Progress(t.num_steps, first) as self.progress,
     ):
       self.writer = writer
       self._describe(first)
       self.rate = metrics.Throughput(t.batch_size * t.seq_len)
-      profiler = Profiler(t.profile, self.workdir)
+      profiler = profiling.Profiler(t.profile, self.workdir)
       pending = None
       stopped = False
       try:
+        if uptrain.is_on(self.config) and not self.resumed:
+          self._evaluate_and_save(0, stopped)
         while step < t.num_steps and not stopped:
           batches = self._next_batches(t.steps_per_call)
           profiler.before(step + 1, step + t.steps_per_call)
-          self.state, values = self.step_fn(self.state, batches)
+          self.state, values = self.step_fn(self.state, batches, *self.teacher)
           step += t.steps_per_call
           # The previous call's metrics, now that this one is under way.
           self._report(pending)
@@ -430,7 +252,7 @@ class Run:
             with self.rate.paused():
               self._evaluate_and_save(step, stopped)
         self._report(pending)
-        if step == first:
+        if step == first and self.resumed:
           self.progress.message(f'step {step}: all steps were done before.')
       except BaseException:
         writer.session_end(False)
@@ -462,10 +284,12 @@ class Run:
     last = step == c.train.num_steps
     every = c.eval.every_steps
     loss = None
-    if last or (every and step % every == 0 and not stopped):
+    if last or not step or (every and step % every == 0 and not stopped):
       loss = self._evaluate(step)
+    if not (last or stopped or self.checkpointer.should_save(step)):
+      return
     self.checkpointer.save(
-      self.state,
+      self.origin.mixing.pack(self.state, self._params()),
       {'batches': self.batches.get_state()},
       self.meta
       | {
@@ -476,7 +300,29 @@ class Run:
       force=last or stopped,
     )
 
+  def _params(self) -> model_lib.Params:
+    """The model's parameters, by what is trained."""
+    mixing = self.origin.mixing
+    if not mixing.active:
+      return self.state.params
+    fold = jax.jit(mixing.fold, out_shardings=self.model_shardings)
+    return fold(self.state.params)
+
   def _evaluate(self, step: int) -> float:
+    result = self._loss(self.eval_step, self._params())
+    values = {f'eval/{k}': v for k, v in result.items() if k != 'tokens'}
+    text = f'step {step}: validation loss {result["loss"]:.4f}'
+    if (parent := self.meta.get('parent_loss')) is not None:
+      values['eval/parent_loss'] = parent
+      text += f" (the parent's {parent:.4f})"
+    self.writer.scalars(step, values)
+    self.progress.message(
+      f'{text}, {result["bits_per_byte"]:.4f} bits per byte'
+    )
+    return result['loss']
+
+  def _loss(self, eval_step, params: model_lib.Params) -> dict[str, float]:
+    """Figures of a model on the validation batches."""
     c = self.config
     batches = data.eval_batches(
       self.valid,
@@ -486,18 +332,7 @@ class Run:
       process_index=self.rows[0],
       process_count=self.rows[1],
     )
-    result = evaluate.evaluate(
-      self.eval_step, self.state.params, batches, self.mesh, self.valid
-    )
-    self.writer.scalars(
-      step,
-      {f'eval/{k}': v for k, v in result.items() if k != 'tokens'},
-    )
-    self.progress.message(
-      f'step {step}: validation loss {result["loss"]:.4f}, '
-      f'{result["bits_per_byte"]:.4f} bits per byte'
-    )
-    return result['loss']
+    return evaluate.evaluate(eval_step, params, batches, self.mesh, self.valid)
 
   def _report(self, pending):
     """Writes what one call measured, and stops a run that has diverged."""
@@ -547,18 +382,40 @@ class Run:
       f'{count:,} parameters, num_kv_heads {m.kv_heads}, {kv_bytes:,} KV bytes '
       f'per token, {self.mesh.devices.size} device(s), from step {first}'
     )
-    flat = dict(checkpoint.flat_config(c.to_dict()))
+    if uptrain.is_on(c):
+      u = c.uptrain
+      self.progress.message(
+        f'uptraining {c.init_from} for {c.train.num_steps} steps, {u.alpha} of '
+        f"its parent's {u.parent_steps}"
+      )
+      if self.origin.notice:
+        self.progress.message(f'no reference line: {self.origin.notice}')
+    flat = dict(workdir_lib.flat_config(c.to_dict()))
     self.writer.hparams(
-      {'num_kv_heads': c.model.num_kv_heads or m.num_heads, 'seed': c.seed}
-      | {k: v for k, v in flat.items() if k.startswith(_HPARAMS)},
+      self._columns(flat),
       '/'.join(self.workdir.parts[-2:]),
+      _HPARAMS_METRICS,
     )
-    if first:
+    if self.resumed:
       return
+    if uptrain.is_on(c):
+      self.writer.charts(
+        {"loss, and the parent's": ('eval/loss', 'eval/parent_loss')}
+      )
     self.writer.text(0, 'config', metrics.markdown_table(flat))
     self.writer.scalars(
       0, {'model/parameters': count, 'model/kv_bytes_per_token': kv_bytes}
     )
+
+  def _columns(self, flat: dict[str, Any]) -> dict[str, Any]:
+    """The run's row in a table: in a sweep, what tells it from the others."""
+    c, heads = self.config, self.model_config.kv_heads
+    row = {'num_kv_heads': sum(heads) / len(heads), 'seed': c.seed}
+    if entry := points.entry_of(self.workdir):
+      row['group'] = entry['group']
+      return row | {k: flat[k] for k in entry['columns'] if k in flat}
+    shown = (*_HPARAMS, 'uptrain.') if uptrain.is_on(c) else _HPARAMS
+    return row | {k: v for k, v in flat.items() if k.startswith(shown)}
 
   def _end(self, step: int, stopped: bool) -> int:
     if stopped:
@@ -570,29 +427,6 @@ class Run:
     self.progress.message(f'done: {self.workdir} at step {step}')
     self.progress.message(f'see it: tensorboard --logdir {self.workdir}')
     return 0
-
-
-class Profiler:
-  """Writes a trace of some steps for TensorBoard's profile plugin."""
-
-  def __init__(self, steps: str, workdir):
-    self._first, self._last = profiled_steps(steps)
-    self._workdir = workdir
-    self._running = False
-
-  def before(self, first: int, last: int):
-    """Starts if the call of steps first..last has a profiled one."""
-    wanted = first <= self._last and last >= self._first
-    if wanted and not self._running:
-      jax.profiler.start_trace(str(self._workdir))
-      self._running = True
-
-  def after(self, step: int, state: TrainState):
-    """Stops after the last profiled step, once the device is done."""
-    if self._running and step >= self._last:
-      jax.block_until_ready(state)
-      jax.profiler.stop_trace()
-      self._running = False
 
 
 def main(argv):

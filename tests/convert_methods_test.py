@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from gqa.config import ModelConfig
-from gqa.convert import alignment, grouping, low_rank, merging, methods
+from gqa.convert import (
+  alignment,
+  disguise,
+  grouping,
+  low_rank,
+  merging,
+  methods,
+)
 from gqa.convert import heads as heads_lib
 from gqa.convert.heads import Heads, Moments
 
@@ -53,45 +60,6 @@ def draw_heads(rng, num_heads=8, num_kv_heads=4, head_dim=6, embed_dim=20):
   )
 
 
-def repeat(heads, times):
-  """The same model with every KV head written `times` times."""
-  return dataclasses.replace(
-    heads,
-    key=np.repeat(heads.key, times, axis=0),
-    value=np.repeat(heads.value, times, axis=0),
-  )
-
-
-def orthogonal(rng, count, size):
-  return np.linalg.qr(rng.normal(size=(count, size, size)))[0]
-
-
-def rotate_values(heads, rotations):
-  """Applies an orthogonal [K, H, H] to each value head, and undoes it in out."""
-  out = rotations[:, None] @ heads.per_kv_head(heads.out)
-  return dataclasses.replace(
-    heads, value=rotations @ heads.value, out=out.reshape(heads.out.shape)
-  )
-
-
-def rotate_keys(heads, rotations):
-  """Applies an orthogonal [K, H, H] to each key head and to its queries."""
-  query = rotations[:, None] @ heads.per_kv_head(heads.query)
-  return dataclasses.replace(
-    heads, key=rotations @ heads.key, query=query.reshape(heads.query.shape)
-  )
-
-
-def scramble(rng, heads, rope_dim):
-  """Turns every head by what leaves the model as it is, and shuffles them."""
-  K, H, _ = heads.key.shape
-  phases = np.exp(2j * np.pi * rng.random((K, rope_dim // 2)))
-  turns = heads_lib.plane_maps(phases, orthogonal(rng, K, H - rope_dim))
-  heads = rotate_keys(heads, turns)
-  heads = rotate_values(heads, orthogonal(rng, K, H))
-  return heads_lib.select(heads, rng.permutation(K))
-
-
 def attention(heads, x, rope_dim):
   """A plain attention in float64: loops over heads, RoPE as complex numbers."""
   T, H = len(x), heads.key.shape[1]
@@ -127,7 +95,7 @@ def test_turning_heads_leaves_the_attention_unchanged(rope_dim):
   rng = np.random.default_rng(0)
   heads = draw_heads(rng)
   x = rng.normal(size=(7, 20)) * 0.3
-  turned = scramble(rng, heads, rope_dim)
+  turned = disguise.scramble(heads, rope_dim, rng)
   assert np.abs(turned.key - heads.key).max() > 0.1
   np.testing.assert_allclose(
     attention(turned, x, rope_dim), attention(heads, x, rope_dim), atol=1e-9
@@ -151,7 +119,9 @@ def test_as_many_heads_as_before_are_the_same_heads(method):
 def test_repeated_heads_come_back_in_their_places(method, rope_dim):
   rng = np.random.default_rng(2)
   heads, moments = draw_heads(rng), draw_moments(rng, 20, rope_dim)
-  back, _ = merge(repeat(heads, 2), config_of(rope_dim), 4, method, moments)
+  back, _ = merge(
+    disguise.repeat(heads, 2), config_of(rope_dim), 4, method, moments
+  )
   x = rng.normal(size=(7, 20)) * 0.3
   np.testing.assert_allclose(
     attention(back, x, rope_dim), attention(heads, x, rope_dim), atol=1e-6
@@ -168,7 +138,7 @@ def test_scrambled_heads_are_recovered(method, how, rope_dim):
   rng = np.random.default_rng(3)
   heads, moments = draw_heads(rng), draw_moments(rng, 20, rope_dim)
   x = rng.normal(size=(7, 20)) * 0.3
-  scrambled = scramble(rng, repeat(heads, 2), rope_dim)
+  scrambled = disguise.scramble(disguise.repeat(heads, 2), rope_dim, rng)
   config = config_of(rope_dim)
   back, report = merge(scrambled, config, 4, method, moments, how)
   expected = attention(heads, x, rope_dim)
@@ -192,10 +162,11 @@ def test_each_method_does_best_by_its_own_measure(rope_dim):
   for weights, one, other in zip(
     (heads.key, heads.value), aligned, mean, strict=True
   ):
-    errors = [merging.error(m, weights, second) for m in (one, other)]
+    lost = [weights - m.expanded() for m in (one, other)]
+    errors = [merging.energies(x, second).sum() for x in lost]
     assert errors[0] < 0.99 * errors[1]
   keys = low_rank.keys(heads, 2, moments, rope_dim)
-  values = low_rank.values(heads, 2, second)
+  values = low_rank.values(heads, 2, moments)
   error_of = lambda m: low_rank.key_error(heads, m, moments)
   assert error_of(keys) < 0.99 * min(error_of(aligned[0]), error_of(mean[0]))
   error_of = lambda m: low_rank.value_error(heads, m, second)
@@ -209,7 +180,7 @@ def test_no_perturbation_beats_the_least_squares_optimum(rope_dim):
   K, H = 4, 6
   still = np.setdiff1d(np.arange(H), [0, rope_dim // 2] if rope_dim else [])
   keys = low_rank.keys(heads, 2, moments, rope_dim)
-  values = low_rank.values(heads, 2, moments.second)
+  values = low_rank.values(heads, 2, moments)
   best_key = low_rank.key_error(heads, keys, moments)
   best_value = low_rank.value_error(heads, values, moments.second)
   for size in np.repeat([1e-4, 1e-2, 1.0], 20):
@@ -237,7 +208,8 @@ def test_the_value_error_is_that_of_all_heads_outputs():
   heads = draw_heads(rng)
   x = rng.normal(size=(50, 20))
   second = x.T @ x / len(x)
-  values = low_rank.values(heads, 2, second)
+  moments = Moments(x.mean(axis=0), second, TURNS)
+  values = low_rank.values(heads, 2, moments)
   lost = heads.value - values.expanded()
   expected = sum(
     np.square(x @ lost[n // 2].T @ heads.out[n]).sum(axis=-1).mean()
@@ -286,6 +258,12 @@ def test_normalised_keys_are_not_turned():
   assert report['key_method'] == 'mean_renorm'
   np.testing.assert_array_equal(merged.query, heads.query)
   assert np.abs(merged.out - heads.out).max() > 0.1
+
+
+def test_a_model_with_normalised_keys_is_not_disguised():
+  config = dataclasses.replace(CONFIG, qk_norm=True)
+  with pytest.raises(ValueError, match='qk_norm=True'):
+    disguise.expand({}, config, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(('heads', 'groups'), [(6, 2), (6, 3), (8, 4)])

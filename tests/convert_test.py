@@ -5,15 +5,19 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
-from gqa import checkpoint, data, evaluate, generate, model
+from experiments import smollm2_conversion
+from gqa import checkpoint, data, decode, evaluate, generate, model
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
-from gqa.convert import checkpoints
+from gqa.convert import calibrate, checkpoints
+from gqa.interop import hugging_face
 from gqa.tokenizer import ByteTokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -49,7 +53,7 @@ def source(tmp_path_factory, text):
     'data': {'path': str(workdir / 'data')},
     'train': {'seq_len': 12, 'num_steps': 9},
   }
-  checkpoint.save_config(workdir, config)
+  workdir_lib.save_config(workdir, config)
   meta = {'tokens_seen': 84}
   checkpoint.save_params(workdir, jax.tree.map(draw, shapes), meta, step=7)
   ByteTokenizer().save(workdir)
@@ -74,8 +78,8 @@ def test_the_target_is_a_workdir_like_any_other(source, converted):
   assert jax.tree.map(np.shape, loaded.params) == jax.tree.map(
     lambda x: x.shape, shapes
   )
-  raw = checkpoint.load_config(target)
-  assert raw['train'] == checkpoint.load_config(source)['train']
+  raw = workdir_lib.load_config(target)
+  assert raw['train'] == workdir_lib.load_config(source)['train']
   _, meta = checkpoint.load_params(target)
   parent = meta['parent']
   assert parent['path'] == str(source)
@@ -130,9 +134,10 @@ def test_the_loss_is_what_evaluating_says(converted, source):
   """On the windows that were held out, the last ones of the text."""
   target, result = converted
   tokens = data.open_tokens(str(source / 'data'), 'train')
+  opened = calibrate.open_text(tokens, 12, 24_576, 8_192, 2048 // 12)
   batches = [
     batch | {'index': np.arange(len(batch['tokens']))}
-    for batch in calibrate_open(tokens).held_out
+    for batch in opened.held_out
   ]
   for path, loss in ((source, 'loss_before'), (target, 'loss_after')):
     loaded = generate.load(str(path))
@@ -140,12 +145,6 @@ def test_the_loss_is_what_evaluating_says(converted, source):
     step = evaluate.make_eval_step(loaded.config)
     found = evaluate.evaluate(step, loaded.params, batches, mesh, tokens)
     assert found['loss'] == pytest.approx(result[loss], rel=1e-5)
-
-
-def calibrate_open(tokens):
-  from gqa.convert import calibrate
-
-  return calibrate.open_text(tokens, 12, 24_576, 8_192, 2048 // 12)
 
 
 def test_a_long_text_is_sampled_all_over(tmp_path):
@@ -167,6 +166,61 @@ def test_a_long_text_is_sampled_all_over(tmp_path):
   assert 0.8 * size < tokens.bytes < 1.3 * size
   whole = data.tokens_from_text(str(path), ByteTokenizer(), 10**9)
   assert len(whole.documents) == 40
+
+
+def test_transformers_continues_a_converted_model_as_we_do(source, tmp_path):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  target = str(tmp_path / 'new')
+  checkpoints.convert(
+    str(source), target, num_kv_heads=2, calibration_tokens=240
+  )
+  hugging_face.export_directory(target, str(tmp_path / 'exported'))
+  peer = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'exported'
+  )
+  assert peer.config.num_key_value_heads == 2
+  loaded = generate.load(target)
+  prompt = np.array([[256, 84, 104, 101, 32]], np.int32)
+  ours, *_ = decode.generate(
+    loaded.params, loaded.config, prompt, np.array([5]), 8
+  )
+  ids = torch.tensor(prompt.astype(np.int64))
+  theirs = peer.generate(
+    ids,
+    attention_mask=torch.ones_like(ids),
+    max_new_tokens=8,
+    do_sample=False,
+    eos_token_id=None,
+  )
+  assert np.asarray(ours)[0].tolist() == theirs[0, 5:].tolist()
+
+
+def test_the_published_study_tells_recovery_from_loss(source, text, tmp_path):
+  grouped = str(tmp_path / 'grouped')
+  checkpoints.convert(
+    str(source), grouped, num_kv_heads=2, method='mean', calibration='none'
+  )
+  flag = types.SimpleNamespace(
+    workdir=grouped,
+    calibration=text,
+    data=text,
+    num_seeds=1,
+    calibration_tokens=240,
+    data_tokens=120,
+    seq_len=12,
+  )
+  study = smollm2_conversion.Study(flag)
+  cases = list(smollm2_conversion.cases(1, 2))
+  assert [case for i, case in enumerate(cases) if case in cases[:i]] == []
+  lost = {}
+  for case in cases:
+    if case['method'] in ('low_rank', 'mean') and not case['refit']:
+      answer = study.run(case)
+      assert answer['loss'] - answer['loss_of_parent'] == answer['lost']
+      lost[case['what'], case['method']] = abs(answer['lost'])
+  assert lost.pop(('recovery', 'low_rank')) < 1e-4 < min(lost.values())
+  assert len(lost) == 3
 
 
 def test_without_a_text_the_weights_decide(source, tmp_path):

@@ -4,14 +4,21 @@ import dataclasses
 import itertools
 import types
 
-import convert_methods_test as heads_test
 import jax
 import numpy as np
 import pytest
 
 from gqa import cost, data, evaluate, metrics, model, sharding
 from gqa.config import ModelConfig
-from gqa.convert import budget, calibrate, layers, methods, refit, walk
+from gqa.convert import (
+  budget,
+  calibrate,
+  disguise,
+  layers,
+  methods,
+  refit,
+  walk,
+)
 from gqa.convert import heads as heads_lib
 from gqa.convert.methods import Options
 
@@ -75,21 +82,6 @@ def draw_text(batches=5, seed=1):
   ]
 
 
-def expand(params, config, rng):
-  """Writes the same model with a KV head for each query head, in disguise.
-
-  Heads are repeated, turned by what leaves the model as it is, and shuffled.
-  """
-  new = dict(params)
-  for i in range(config.num_layers):
-    attention = params[f'layer_{i}']['attention']
-    heads = heads_test.repeat(heads_lib.from_params(attention), 2)
-    heads = heads_test.scramble(rng, heads, config.rope_dim)
-    attention = heads_lib.to_params(heads, attention)
-    new[f'layer_{i}'] = params[f'layer_{i}'] | {'attention': attention}
-  return new, dataclasses.replace(config, num_kv_heads=None)
-
-
 @pytest.fixture(scope='module')
 def text():
   return draw_text()
@@ -108,7 +100,7 @@ def _logits(config, params, tokens, segments):
 def test_a_disguised_grouped_model_is_recovered(name, text):
   config = CONFIGS[name]
   params = draw_params(config)
-  multi_head, parent = expand(params, config, np.random.default_rng(2))
+  multi_head, parent = disguise.expand(params, config, np.random.default_rng(2))
   expected = logits_of(config, params, text[0])
   np.testing.assert_allclose(
     logits_of(parent, multi_head, text[0]), expected, atol=2e-5
@@ -271,7 +263,7 @@ def test_normalised_queries_and_keys_convert_by_their_mean(text):
     wide = {}
     for name, scale in params['layer_0']['attention'].items():
       wide[name] = scale
-    heads = heads_test.repeat(heads_lib.from_params(wide), 2)
+    heads = disguise.repeat(heads_lib.from_params(wide), 2)
     wide = heads_lib.to_params(heads, wide)
     if axes == 'heads':
       scale = wide['key_norm']['scale'].reshape(2, 6)

@@ -332,11 +332,20 @@ def test_the_command_makes_tokens_and_fails_in_one_line(tmp_path):
   done = subprocess.run(command, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   assert 'valid: 1 documents' in done.stdout
-  data.open_tokens(target, 'valid').verify()
   again = subprocess.run(command, capture_output=True, text=True)
   assert again.returncode == 1
   assert again.stderr.startswith('error: target=')
   assert again.stderr.count('\n') == 1
+
+  verify = [*command[:3], f'--verify={target}']
+  whole = subprocess.run(verify, capture_output=True, text=True)
+  assert (whole.returncode, whole.stdout) == (0, done.stdout)
+  with open(tmp_path / 'tokens/valid.bin', 'r+b') as file:
+    file.seek(-1, os.SEEK_END)  # the high byte of an eos
+    file.write(b'\0')
+  damaged = subprocess.run(verify, capture_output=True, text=True)
+  assert damaged.returncode == 1
+  assert 'valid.bin is not what was written' in damaged.stderr
 
 
 def test_importing_the_module_defines_no_flag():

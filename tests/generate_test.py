@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gqa import checkpoint, decode, generate, model, sampling
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 from gqa.sampling import Sampling
 from gqa.tokenizer import ByteTokenizer
@@ -45,7 +46,7 @@ def run(tmp_path_factory):
   params['head']['kernel'][0] = -10
   params['head']['kernel'][0, ord('a') : ord('z') + 1] = 0
   config = {'model': CONFIG.to_dict(), 'compilation_cache': ''}
-  checkpoint.save_config(workdir, config)
+  workdir_lib.save_config(workdir, config)
   checkpoint.save_params(workdir, params, {}, step=7)
   ByteTokenizer().save(workdir)
   return workdir

@@ -1,22 +1,24 @@
 """GGUF files are the Hugging Face checkpoints that they were made of."""
 
+import json
 import struct
 
 import numpy as np
 import pytest
-from interop_files_test import gguf_file
-from interop_test import (
+import tokenizers
+from interop_samples import (
   LLAMA,
   OTHERS,
   QWEN2,
   equal_trees,
+  gguf_file,
   opened,
   tensors_of,
   write,
 )
 
 from gqa import generate, tokenizer
-from gqa.interop import gguf_tokenizer, hugging_face
+from gqa.interop import gguf_tokenizer, hugging_face, tokenizer_files
 
 gguf = pytest.importorskip('gguf')
 gguf_lib = pytest.importorskip('gqa.interop.gguf')
@@ -289,11 +291,7 @@ def rebuilt(tmp_path, values, size):
 def test_a_byte_level_tokenizer_is_rebuilt_from_tokens_and_merges(tmp_path):
   made = tokenizer.train_bpe(WORDS, 300)
   made.save(tmp_path)
-  import tokenizers
-
   plain = tokenizers.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
-  import json
-
   model = json.loads(plain.to_str())['model']
   tokens = sorted(model['vocab'], key=model['vocab'].get)
   values = {
@@ -314,7 +312,7 @@ def test_a_byte_level_tokenizer_is_rebuilt_from_tokens_and_merges(tmp_path):
   assert again.encode(TEXT).tolist() == made.encode(TEXT).tolist()
   assert again.decode(again.encode(TEXT)) == TEXT
   assert again.stop_ids == (made.eos_id, made.bos_id, 5)
-  assert hugging_face.begins_with_bos(tmp_path / 'out')
+  assert tokenizer_files.begins_with_bos(tmp_path / 'out')
 
 
 @pytest.mark.parametrize('prefix', [True, False])
@@ -339,4 +337,4 @@ def test_a_sentence_piece_tokenizer_is_rebuilt_from_scores(prefix, tmp_path):
   expected += ['▁cat', '▁', '<0xC3>', '<0xB6>']
   assert made.encode('the cat ö').tolist() == [names[p] for p in expected]
   assert made.decode(made.encode('the cat ö')) == 'the cat ö'
-  assert hugging_face.begins_with_bos(tmp_path)
+  assert tokenizer_files.begins_with_bos(tmp_path)

@@ -10,36 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interop_samples import encode, gguf_file, with_header
 
 from gqa.interop import tensor_file
 from gqa.interop.directory import Directory
-
-NAMES = {
-  np.dtype(np.float32): 'F32',
-  np.dtype(np.float16): 'F16',
-  np.dtype(ml_dtypes.bfloat16): 'BF16',
-  np.dtype(np.uint8): 'U8',
-}
-
-
-def encode(tensors, metadata=None):
-  """A safetensors file of arrays, written by the format's description."""
-  header, data = {}, b''
-  if metadata is not None:
-    header['__metadata__'] = metadata
-  for name, array in tensors.items():
-    begin = len(data)
-    data += array.tobytes()
-    header[name] = {
-      'dtype': NAMES[array.dtype],
-      'shape': list(array.shape),
-      'data_offsets': [begin, len(data)],
-    }
-  return with_header(json.dumps(header).encode(), data)
-
-
-def with_header(header, data=b''):
-  return struct.pack('<Q', len(header)) + header + data
 
 
 def entry(dtype='F32', shape=(2,), offsets=(0, 8), **more):
@@ -339,22 +313,6 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 
 
 # GGUF files.
-
-
-def gguf_file(pairs, tensors=(), counts=None):
-  """A header by the format's description: pairs of (key, kind, bytes)."""
-  text = lambda s: struct.pack('<Q', len(s)) + s.encode()
-  num_tensors, num_pairs = counts or (len(tensors), len(pairs))
-  made = b'GGUF' + struct.pack('<IQQ', 3, num_tensors, num_pairs)
-  for key, kind, value in pairs:
-    made += text(key) + struct.pack('<I', kind) + value
-  data = b''
-  for name, shape, kind, content in tensors:
-    made += text(name) + struct.pack('<I', len(shape))
-    made += b''.join(struct.pack('<Q', n) for n in shape[::-1])
-    made += struct.pack('<IQ', kind, len(data))
-    data += content + bytes(-len(content) % 32)
-  return made + bytes(-len(made) % 32) + data
 
 
 PAIRS = [

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interop_test import equal_trees, opened
+from interop_samples import equal_trees, opened
 
-from gqa import cache, decode, model
+from gqa import cache, checkpoint, decode, model
+from gqa import workdir as workdir_lib
 from gqa.interop import hugging_face
 from gqa.interop.directory import Directory
 
@@ -81,10 +82,19 @@ FAMILIES = {
     eos_token_id=None,
     pad_token_id=0,
   ),
+  'gpt2 untied': lambda: transformers.GPT2Config(
+    **FAMILIES['gpt2']().to_dict() | dict(tie_word_embeddings=False)
+  ),
   'gpt_neox': lambda: transformers.GPTNeoXConfig(
     **{k: v for k, v in SIZES.items() if k != 'num_key_value_heads'}
     | dict(num_attention_heads=3),
     rope_parameters=ROPE | dict(partial_rotary_factor=0.5),
+  ),
+  'gpt_neox in turn': lambda: transformers.GPTNeoXConfig(
+    **{k: v for k, v in SIZES.items() if k != 'num_key_value_heads'}
+    | dict(num_attention_heads=3, tie_word_embeddings=True),
+    use_parallel_residual=False,
+    rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
   ),
   'olmo2': lambda: transformers.Olmo2Config(**SIZES, rope_parameters=ROPE),
   'phi': lambda: transformers.PhiConfig(
@@ -240,11 +250,11 @@ def test_a_model_with_fewer_kv_heads_is_what_transformers_computes(tmp_path):
     for part in ('key', 'value'):
       leaf = params[layer]['attention'][part]
       leaf['kernel'] = leaf['kernel'].mean(axis=1, keepdims=True)
-  run = hugging_face.checkpoint.load_config(tmp_path / '1')
+  run = workdir_lib.load_config(tmp_path / '1')
   fields = config.to_dict() | {'num_kv_heads': 1}
   (tmp_path / '2').mkdir()
-  hugging_face.checkpoint.save_params(tmp_path / '2', params, {})
-  hugging_face.checkpoint.save_config(tmp_path / '2', run | {'model': fields})
+  checkpoint.save_params(tmp_path / '2', params, {})
+  workdir_lib.save_config(tmp_path / '2', run | {'model': fields})
   hugging_face.export_directory(str(tmp_path / '2'), str(tmp_path / 'back'))
   again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'back')
   assert again.config.num_key_value_heads == 1

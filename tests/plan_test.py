@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from gqa import (
-  checkpoint,
   claims,
   cost,
   devices,
@@ -21,6 +20,7 @@ from gqa import (
   roofline,
   tables,
 )
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 from gqa.cost import Setting, Shape
 
@@ -313,7 +313,7 @@ def test_models_come_from_files_and_runs(tmp_path):
   run = tmp_path / 'run'
   step = run / 'checkpoints' / '7'
   step.mkdir(parents=True)
-  checkpoint.save_config(run, {'model': SMALL.to_dict(), 'seed': 0})
+  workdir_lib.save_config(run, {'model': SMALL.to_dict(), 'seed': 0})
   assert plan.load_model(str(run)) == ('run', Shape(SMALL))
   assert plan.load_model(str(step))[1] == Shape(SMALL)
   with pytest.raises(ValueError, match='config.json does not exist'):

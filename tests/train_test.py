@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from gqa import checkpoint, data, train
+from gqa import checkpoint, data, train, update
 from gqa.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def model_config(config):
 
 
 def start(config, optimizer):
-  make = lambda: train.init_state(model_config(config), optimizer, 0)
+  make = lambda: update.init_state(model_config(config), optimizer, 0)
   return jax.jit(make)()
 
 
@@ -119,7 +119,7 @@ def test_resumed_run_equals_uninterrupted_run_to_the_bit(
 def test_dropout_differs_between_steps(config):
   config.model.dropout = 0.5
   config.optim.learning_rate = 0.0
-  optimizer, step = train.make_train_step(config, model_config(config))
+  optimizer, step = update.make_train_step(config, model_config(config))
   state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0))
   step = jax.jit(step)
@@ -138,7 +138,7 @@ def test_accumulation_divides_once_by_all_valid_tokens(config):
   losses, states = [], []
   for accum in (1, 4):
     config.train.grad_accum = accum
-    optimizer, step = train.make_train_step(config, model_config(config))
+    optimizer, step = update.make_train_step(config, model_config(config))
     state = start(config, optimizer)
     step = jax.jit(step)
     for _ in range(3):
@@ -156,8 +156,8 @@ def test_chains_do_not_change_an_update(config, monkeypatch):
   batch['weights'][::2, 3:] = 0
   params, losses = [], []
   for chains in (1, 2, 3):  # 3 does not divide 8 rows
-    monkeypatch.setattr(train, 'CHAINS', {'cpu': chains})
-    optimizer, step = train.make_train_step(config, model_config(config))
+    monkeypatch.setattr(update, 'CHAINS', {'cpu': (chains, 5)})
+    optimizer, step = update.make_train_step(config, model_config(config))
     state = start(config, optimizer)
     text = jax.jit(step).lower(state, batch).as_text()
     assert ('tensor<4x16x16xf32>' in text) == (chains == 2)
@@ -173,26 +173,36 @@ def test_chains_do_not_change_an_update(config, monkeypatch):
   )
 
 
+@pytest.mark.parametrize(
+  ('rows', 'seq_len', 'chains'),
+  [(16, 256, 4), (15, 256, 1), (4, 512, 2), (10, 4096, 2)],
+)
+def test_more_chains_where_they_divide_the_rows_and_have_tokens_enough(
+  rows, seq_len, chains
+):
+  assert update._num_chains(rows, seq_len) == chains
+
+
 def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
   config.train.grad_accum = 2
   sums = lambda features, head, targets, weights, **_: (
     (0 * features.sum() + (targets * weights).sum(), (targets * weights).sum(1))
   )
-  monkeypatch.setattr(train.loss_lib, 'cross_entropy', sums)
-  optimizer, _ = train.make_train_step(config, model_config(config))
+  monkeypatch.setattr(update.loss_lib, 'cross_entropy', sums)
+  optimizer, _ = update.make_train_step(config, model_config(config))
   state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0), rows=2, length=100)
   batch['positions'] = np.minimum(batch['positions'], 15)
   config.model.max_len = 100
   batch['targets'][:] = [[2], [4]]  # the mean loss of each micro-batch
   batch['weights'][0, 10:] = 0  # 10 tokens and 100
-  _, step = train.make_train_step(config, model_config(config))
+  _, step = update.make_train_step(config, model_config(config))
   _, values = step(state, batch)
   np.testing.assert_allclose(values['train/loss'], 3.818182, rtol=1e-6)
 
 
 def test_update_that_is_not_finite_is_skipped_and_counted(config):
-  optimizer, step = train.make_train_step(config, model_config(config))
+  optimizer, step = update.make_train_step(config, model_config(config))
   state = start(config, optimizer)
   step = jax.jit(step)
   good = one_batch(np.random.default_rng(0))
@@ -261,11 +271,11 @@ def test_one_program_is_compiled_for_a_whole_run(config, tmp_path):
 
 def test_state_is_donated(config):
   mc = model_config(config)
-  optimizer, step = train.make_train_step(config, mc)
-  abstract = jax.eval_shape(lambda: train.init_state(mc, optimizer, 0))
+  optimizer, step = update.make_train_step(config, mc)
+  abstract = jax.eval_shape(lambda: update.init_state(mc, optimizer, 0))
   mesh = train.sharding.make_mesh(config.mesh)
   shardings = train.sharding.state_shardings(abstract, mesh, mc)
-  fn = train.compile_steps(step, mesh, shardings)
+  fn = update.compile_steps(step, mesh, shardings)
   state = jax.device_put(start(config, optimizer), shardings)
   batch = jax.tree.map(lambda x: x[None], one_batch(np.random.default_rng(0)))
   with jax.set_mesh(mesh):
@@ -277,7 +287,7 @@ def test_state_is_donated(config):
 def test_parameters_and_moments_stay_float32_under_bfloat16(config, name):
   config.model.dtype = 'bfloat16'
   config.optim.name = name
-  optimizer, step = train.make_train_step(config, model_config(config))
+  optimizer, step = update.make_train_step(config, model_config(config))
   state = start(config, optimizer)
   state, _ = jax.eval_shape(step, state, one_batch(np.random.default_rng(0)))
   for leaf in jax.tree.leaves((state.params, state.opt_state)):
@@ -296,7 +306,7 @@ def test_every_mesh_gives_the_loss_of_one_device(
   )
   config.mesh.update(data=data_axis, fsdp=fsdp, model=model)
   mc = model_config(config)
-  optimizer, step = train.make_train_step(config, mc)
+  optimizer, step = update.make_train_step(config, mc)
   first = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0), vocab=264)
   alone = first
@@ -307,7 +317,7 @@ def test_every_mesh_gives_the_loss_of_one_device(
   mesh = train.sharding.make_mesh(config.mesh)
   abstract = jax.eval_shape(lambda: first)
   shardings = train.sharding.state_shardings(abstract, mesh, mc)
-  fn = train.compile_steps(step, mesh, shardings)
+  fn = update.compile_steps(step, mesh, shardings)
   state = jax.device_put(first, shardings)
   batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
   with jax.set_mesh(mesh):

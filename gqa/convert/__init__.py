@@ -5,6 +5,7 @@ changing the model; `grouping` decides which KV heads become one, `merging`,
 `alignment` and `low_rank` how, and `methods` is their table. The model:
 `layers` runs a layer by itself, `calibrate` reads a text through them, `refit`
 and `reconstruct` repair what a merge has lost, and `walk` goes through all
-layers. `checkpoints` goes from workdir to workdir, `budget` divides a cache
-over layers, and `python -m gqa.convert` is the command.
+layers. `disguise` makes what a converter should undo. `checkpoints` goes from
+workdir to workdir, `budget` divides a cache over layers, and `python -m
+gqa.convert` is the command.
 """

@@ -17,23 +17,8 @@ from absl import flags
 from gqa import cli, runtime
 from gqa.convert import checkpoints, methods
 
-_SAME = (
-  'source',
-  'target',
-  'step',
-  'budget',
-  'method',
-  'grouping',
-  'calibration',
-  'calibration_tokens',
-  'data',
-  'data_tokens',
-  'seq_len',
-  'sequential',
-  'refit',
-  'reconstruct_steps',
-  'seed',
-)
+# The flags are the arguments of this function, and so are their defaults.
+_DEFAULTS = checkpoints.convert.__kwdefaults__
 
 
 def main(argv):
@@ -42,10 +27,9 @@ def main(argv):
     raise ValueError(f'{argv[1]} is no flag; write --source=DIR --target=DIR.')
   flag = flags.FLAGS
   runtime.keep_freed_memory()
-  result = checkpoints.convert(
-    num_kv_heads=_heads(flag.num_kv_heads),
-    **{name: getattr(flag, name) for name in _SAME},
-  )
+  how = {name: getattr(flag, name) for name in _DEFAULTS}
+  how['num_kv_heads'] = _heads(flag.num_kv_heads)
+  result = checkpoints.convert(flag.source, flag.target, **how)
   del result['layers']
   print(json.dumps(result))
 
@@ -67,14 +51,17 @@ def _heads(text: str | None) -> int | tuple[int, ...] | None:
 
 
 def _define_flags():
+  default = _DEFAULTS
   flags.DEFINE_string('source', None, 'workdir of the parent', required=True)
-  flags.DEFINE_string('step', 'latest', "'latest', 'best' or a step")
+  flags.DEFINE_string('step', default['step'], "'latest', 'best' or a step")
   flags.DEFINE_string('target', None, 'workdir to make', required=True)
   flags.DEFINE_string('num_kv_heads', None, 'one int, or one per layer')
   flags.DEFINE_integer(
     'budget', None, 'or bytes of a token in the cache, to divide over layers'
   )
-  flags.DEFINE_enum('method', 'low_rank', methods.METHODS, 'how to merge heads')
+  flags.DEFINE_enum(
+    'method', default['method'], methods.METHODS, 'how to merge heads'
+  )
   flags.DEFINE_enum(
     'grouping',
     None,
@@ -88,14 +75,14 @@ def _define_flags():
     "text or token directory; the parent's own if it is there; none: go by "
     'the weights alone',
   )
-  flags.DEFINE_integer('calibration_tokens', 24_576, 'at most', lower_bound=1)
+  flags.DEFINE_integer(
+    'calibration_tokens', default['calibration_tokens'], 'at most', 1
+  )
   flags.DEFINE_string(
     'data', None, 'text for the loss; the end of the calibration text'
   )
-  flags.DEFINE_integer('data_tokens', 8_192, 'at most', lower_bound=1)
-  flags.DEFINE_integer(
-    'seq_len', None, "tokens of a window; the parent's", lower_bound=1
-  )
+  flags.DEFINE_integer('data_tokens', default['data_tokens'], 'at most', 1)
+  flags.DEFINE_integer('seq_len', None, "tokens of a window; the parent's", 1)
   flags.DEFINE_bool(
     'sequential',
     None,
@@ -106,9 +93,12 @@ def _define_flags():
     'refit', None, 'solve output projections anew; default as of --sequential'
   )
   flags.DEFINE_integer(
-    'reconstruct_steps', 0, 'gradient steps on each layer', lower_bound=0
+    'reconstruct_steps',
+    default['reconstruct_steps'],
+    'gradient steps on each layer',
+    0,
   )
-  flags.DEFINE_integer('seed', 0, 'of random heads and of batches')
+  flags.DEFINE_integer('seed', default['seed'], 'of random heads, of batches')
 
 
 if __name__ == '__main__':

@@ -38,7 +38,7 @@ def align_keys(
   for start in range(0, K, g):
     part = slice(start, start + g)
     factors[part] = _phases(planes[part], second)
-  rest = _align(keys[:, rope_dim:], num_groups, second).maps
+  rest = align_values(keys[:, rope_dim:], num_groups, second).maps
   return _turned(keys, heads_lib.plane_maps(factors, rest), num_groups)
 
 
@@ -46,7 +46,14 @@ def align_values(
   values: np.ndarray, num_groups: int, second: np.ndarray
 ) -> Merge:
   """Orthogonal Procrustes, generalised over the group; arguments as there."""
-  return _align(values, num_groups, second)
+  K, H, _ = values.shape
+  g = K // num_groups
+  maps = np.broadcast_to(np.eye(H), (K, H, H)).copy()
+  if H and g > 1:
+    for start in range(0, K, g):
+      part = slice(start, start + g)
+      maps[part] = _procrustes(values[part], second)
+  return _turned(values, maps, num_groups)
 
 
 def key_similarity(
@@ -121,18 +128,6 @@ def _unit(numbers, otherwise):
   """Complex numbers at size one; where they are zero, `otherwise`."""
   size = np.abs(numbers)
   return np.where(size > 0, numbers / np.where(size > 0, size, 1), otherwise)
-
-
-def _align(weights, num_groups, second):
-  """`align_values` for any number of dimensions, none included."""
-  K, H, _ = weights.shape
-  g = K // num_groups
-  maps = np.broadcast_to(np.eye(H), (K, H, H)).copy()
-  if H and g > 1:
-    for start in range(0, K, g):
-      part = slice(start, start + g)
-      maps[part] = _procrustes(weights[part], second)
-  return _turned(weights, maps, num_groups)
 
 
 def _procrustes(weights, second):

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from gqa import checkpoint, cost, evaluate, metrics, runtime, sharding
+from gqa import checkpoint, cost, metrics, runtime, sharding
 from gqa import data as data_lib
 from gqa import tokenizer as tokenizer_lib
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 from gqa.convert import budget as budget_lib
 from gqa.convert import calibrate, walk
@@ -53,7 +54,7 @@ def convert(
   begun = time.perf_counter()
   if (num_kv_heads is None) == (budget is None):
     raise ValueError('give one of num_kv_heads and budget.')
-  raw = checkpoint.load_config(source)
+  raw = workdir_lib.load_config(source)
   config = ModelConfig.from_dict(raw['model'])
   if isinstance(num_kv_heads, int):
     num_kv_heads = (num_kv_heads,) * config.num_layers
@@ -84,6 +85,7 @@ def convert(
   options.check(text is not None)
   runtime.cache_compiled_programs(raw['compilation_cache'])
   params, meta = _load(source, step, config)
+  runtime.return_freed_memory()  # What reading no longer needs.
   batches = None if text is None else text.calibration
   losses = {'loss_before': _loss(config, params, text)}
   if num_kv_heads is None:
@@ -109,7 +111,7 @@ def convert(
   parent = {
     'path': str(pathlib.Path(source).expanduser().absolute()),
     'step': meta['step'],
-    'steps': _steps(meta),
+    'steps': checkpoint.trained_steps(meta),
     **how,
     **losses,
   }
@@ -131,14 +133,14 @@ def convert(
     workdir, new_params, {'parent': parent, 'tokens_seen': 0}
   )
   _write_result(workdir, result)
-  checkpoint.save_config(workdir, _new_raw(raw, new_config))
+  workdir_lib.save_config(workdir, _new_raw(raw, new_config))
   return result
 
 
 def _new_workdir(target):
   """A directory for the result, made and found to be empty and writable."""
-  workdir = checkpoint.resolve_workdir(target)
-  if others := sorted(entry.name for entry in workdir.iterdir()):
+  workdir = workdir_lib.resolve_workdir(target)
+  if others := workdir_lib.contents(workdir):
     raise ValueError(
       f'target={target} is not empty (it holds {others[0]}); choose another '
       'one.'
@@ -208,19 +210,13 @@ def _load(source, step, config):
   mesh = sharding.make_mesh(
     types.SimpleNamespace(data=1, fsdp=1, model=1), jax.local_devices()[:1]
   )
-  return evaluate.load_params(source, step, config, mesh)
+  return checkpoint.load_on_mesh(source, step, config, mesh)
 
 
 def _loss(config, params, text):
   if text is None:
     return None
   return calibrate.loss(config, params, text.held_out, text.tokens)['loss']
-
-
-def _steps(meta):
-  """Steps that the parent was trained for, in its own parents' lives too."""
-  before = meta.get('parent') or {'steps': 0}
-  return meta['step'] + before['steps']
 
 
 def _describe(text):
@@ -272,13 +268,13 @@ def _write_result(workdir: pathlib.Path, result: dict[str, Any]):
   (workdir / RESULT).write_text(line + '\n', encoding='utf-8')
   with metrics.make_writer(workdir) as writer:
     for report in result['layers']:
-      writer.scalars(report['layer'], scalars(report))
+      writer.scalars(report['layer'], _scalars(report))
     losses = ('loss_before', 'loss_after')
     if result['loss_after'] is not None:
       writer.scalars(0, {f'convert/{name}': result[name] for name in losses})
 
 
-def scalars(report: Report) -> dict[str, float]:
+def _scalars(report: Report) -> dict[str, float]:
   """The numbers of a layer's report as curves of TensorBoard."""
   return {
     f'convert/{name}': value

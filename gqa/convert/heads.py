@@ -51,7 +51,7 @@ class Merge:
     return self.maps @ np.repeat(self.shared, g, axis=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a key of what is cached
 class Moments:
   """What is known of the inputs of a layer's projections."""
 

@@ -14,6 +14,8 @@ are reduced at once, where a plane that turns is reduced by itself.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from gqa.convert import heads as heads_lib
@@ -37,7 +39,7 @@ def keys(
   readers = key_readers(heads, moments)
   plane_readers = np.diagonal(readers, axis1=-2, axis2=-1)[:, : rope_dim // 2]
   planes = heads_lib.to_planes(heads.key, rope_dim)
-  still, second = _still(H, moments), _still_second(moments)
+  still = _still(H, moments)
   shared, maps = [], []
   for start in range(0, K, g):
     part = slice(start, start + g)
@@ -47,21 +49,24 @@ def keys(
     rest, rest_maps = _subspace(
       heads.key[part, rope_dim:],
       readers[part, rope_dim:, rope_dim:],
-      moments.around_mean(0.0),
+      _still_roots(moments),
     )
     one = heads_lib.from_planes(plane, rest)
     its_maps = heads_lib.plane_maps(factors, rest_maps)
     if len(still) > H - rope_dim:
       block = np.ix_(np.arange(g), still, still)
       one[still], its_maps[block] = _subspace(
-        heads.key[part][:, still], readers[part][block], second, one[still]
+        heads.key[part][:, still],
+        readers[part][block],
+        _still_roots(moments),
+        one[still],
       )
     shared.append(one)
     maps.append(its_maps)
   return Merge(np.stack(shared), np.concatenate(maps))
 
 
-def values(heads: Heads, num_groups: int, second: np.ndarray) -> Merge:
+def values(heads: Heads, num_groups: int, moments: Moments) -> Merge:
   """The best shared values for the summed error of all heads' outputs.
 
   The truncated singular value decomposition of the group's output maps,
@@ -72,7 +77,9 @@ def values(heads: Heads, num_groups: int, second: np.ndarray) -> Merge:
   shared, maps = [], []
   for start in range(0, heads.num_kv_heads, g):
     part = slice(start, start + g)
-    one, its_maps = _subspace(heads.value[part], readers[part], second)
+    one, its_maps = _subspace(
+      heads.value[part], readers[part], _second_roots(moments)
+    )
     shared.append(one)
     maps.append(its_maps)
   return Merge(np.stack(shared), np.concatenate(maps))
@@ -192,13 +199,13 @@ def _complex_rank_one(planes, readers, moments):
   return shared * scale[:, None], np.where(alive, factors / scale, 0.0)
 
 
-def _subspace(weights, readers, second, like=None):
+def _subspace(weights, readers, inputs, like=None):
   """H dimensions for g times H, weighted by readers and inputs.
 
   Args:
     weights: [g, H, E].
     readers: [g, H, H], positive semidefinite.
-    second: [E, E].
+    inputs: `roots` of their second moment [E, E].
     like: [H, E], a head that the shared one should be like, as far as one
       basis is as good as another; None: the group's own.
 
@@ -208,7 +215,7 @@ def _subspace(weights, readers, second, like=None):
   g, H, E = weights.shape
   if not H:
     return np.zeros((0, E)), np.zeros((g, 0, 0))
-  root, inverse = roots(second)
+  root, inverse = inputs
   moved = weights @ root  # [g, H, E]
   stacked = (roots(readers)[0] @ moved).reshape(g * H, E)
   basis = np.linalg.svd(stacked, full_matrices=False)[2][:H]  # [H, E]
@@ -225,6 +232,16 @@ def _subspace(weights, readers, second, like=None):
     size = np.maximum(size, _WEAKEST * size.mean() + (size.mean() == 0))
     turn = (left * size) @ right
   return turn @ basis @ inverse, maps @ np.linalg.inv(turn)
+
+
+@functools.lru_cache(maxsize=1)
+def _second_roots(moments):
+  return roots(moments.second)
+
+
+@functools.lru_cache(maxsize=1)
+def _still_roots(moments):
+  return roots(_still_second(moments))
 
 
 def roots(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -71,11 +71,6 @@ def energies(weights: np.ndarray, second: np.ndarray) -> np.ndarray:
   return ((weights @ second) * weights).sum(axis=(-1, -2))
 
 
-def error(merge: Merge, weights: np.ndarray, second: np.ndarray) -> float:
-  """The sum over heads of the mean of |W x - W' x|^2, W' of the merge."""
-  return float(energies(weights - merge.expanded(), second).sum())
-
-
 def _grouped(x: np.ndarray, num_groups: int) -> np.ndarray:
   return x.reshape(num_groups, len(x) // num_groups, *x.shape[1:])
 

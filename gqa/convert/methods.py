@@ -184,7 +184,7 @@ def _merges(
     merge = plain[method]
     return merge(heads.key, num_groups), merge(heads.value, num_groups), method
   if method == 'low_rank':
-    values = low_rank.values(heads, num_groups, second)
+    values = low_rank.values(heads, num_groups, moments)
   else:
     values = alignment.align_values(heads.value, num_groups, second)
   if config.qk_norm:

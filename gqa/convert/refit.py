@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -47,27 +48,25 @@ def sums(
   scales: Sequence[jax.Array],
   bias: bool,
 ) -> list[Sums]:
-  """Sums for each batch.
+  """Sums over the batches, in two parts where there are enough of them.
+
+  The second is over every `CHECKED`th batch, the first over the others.
 
   Args:
-    contexts: what the output projection reads, [B, T, N, H].
-    targets: what it should give, [B, T, D].
-    scales: of a token's error, [B, T].
+    contexts: what the output projection reads, [B, T, N, H] for each batch.
+    targets: what it should give, [B, T, D] for each batch.
+    scales: of a token's error, [B, T] for each batch.
     bias: whether it has one; then f ends in a 1.
   """
-  found = []
-  for batch in zip(contexts, targets, scales, strict=True):
-    parts = jax.device_get(_sums(*batch, bias))
-    inner, cross, energy = (x.astype(np.float64) for x in parts)
-    found.append(Sums(inner, cross, float(energy)))
-  return found
-
-
-def _total(parts):
-  total = parts[0]
-  for part in parts[1:]:
-    total = total + part
-  return total
+  parts: dict[bool, Sums] = {}
+  for i, batch in enumerate(zip(contexts, targets, scales, strict=True)):
+    inner, cross, energy = (
+      x.astype(np.float64) for x in jax.device_get(_sums(*batch, bias))
+    )
+    one = Sums(inner, cross, float(energy))
+    checks = i % CHECKED == CHECKED - 1
+    parts[checks] = parts[checks] + one if checks in parts else one
+  return list(parts.values())
 
 
 def to_matrix(out: dict[str, np.ndarray]) -> np.ndarray:
@@ -97,20 +96,19 @@ def fit(
 ) -> tuple[np.ndarray, float | None]:
   """Minimises the error plus ridge times the mean of inner times |w - start|^2.
 
-  The ridge is the one that does best on every `CHECKED`th batch when it is
-  solved on the others, unless nothing does better there than `start`.
+  The ridge is the one that does best on the second part when it is solved on
+  the first, unless nothing does better there than `start`.
 
   Args:
-    parts: sums of each batch.
+    parts: as `sums` returns.
     start: [N * H (+ 1), D].
 
   Returns:
     The weights, and the ridge; None: the weights are `start`.
   """
   ridge = DEFAULT_RIDGE
-  if len(parts) >= CHECKED:
-    check = _total(parts[CHECKED - 1 :: CHECKED])
-    rest = _total([p for i, p in enumerate(parts) if (i + 1) % CHECKED])
+  if len(parts) == 2:
+    rest, check = parts
     errors = {r: check.error(_solve(rest, start, r)) for r in RIDGES}
     ridge = min(errors, key=errors.get)
     if errors[ridge] >= check.error(start):
@@ -119,8 +117,12 @@ def fit(
 
 
 def error(parts: Sequence[Sums], weights: np.ndarray) -> float:
-  """The error over all batches, relative to the targets' energy."""
+  """The error over all parts, relative to the targets' energy."""
   return _total(parts).error(weights)
+
+
+def _total(parts):
+  return functools.reduce(operator.add, parts)
 
 
 def _solve(total, start, ridge):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -128,15 +129,12 @@ class Walk:
     self.before = self.converted or list(self.parent)
     self.targets, self.scales = [], []
     for i, place in enumerate(self.places):
-      mixed, after = layers.through(shape, layer, self.parent[i], place)
-      target, stream = mixed, mixed
-      if self._config.norm_position == 'pre':
-        stream = self.parent[i] + mixed
-        if self.converted:
-          target = self._correction(shape, layer, i, mixed, after)
+      x = self.converted[i] if self.converted else None
+      found = _look(shape, layer, self.parent[i], x, place)
+      # One batch after the other: what many of them need is not held at once.
+      target, scale, self.parent[i] = jax.block_until_ready(found)
       self.targets.append(target)
-      self.scales.append(_scale(stream, target))
-      self.parent[i] = after
+      self.scales.append(scale)
     turns = self._turns[shape.is_local]
     self._moments = calibrate.moments(
       shape, layer, self.before, self.places, turns
@@ -168,8 +166,8 @@ class Walk:
       self.converted = self.before
       for i, place in enumerate(self.places):  # Large: replaced one by one.
         mixed, contexts[i] = refit.apply(contexts[i], weights), None
-        x = self.converted[i]
-        self.converted[i] = layers.after(shape, layer, x, place, mixed)
+        x = layers.after(shape, layer, self.converted[i], place, mixed)
+        self.converted[i] = jax.block_until_ready(x)
     return layer, report
 
   def _reconstructed(self, shape, layer, report, index):
@@ -218,31 +216,42 @@ class Walk:
 
   def _contexts(self, shape, layer):
     return [
-      layers.contexts(shape, layer, x, place)
+      jax.block_until_ready(layers.contexts(shape, layer, x, place))
       for x, place in zip(self.before, self.places, strict=True)
     ]
-
-  def _correction(self, shape, layer, i, mixed, after):
-    """What the attention should give to bring the parent's stream back.
-
-    Args:
-      shape: of the parent's layer.
-      layer: parameters of the parent's layer.
-      i: which batch.
-      mixed: what the parent's attention gives.
-      after: the parent's stream after the layer.
-    """
-    x = self.converted[i]
-    if not self._config.parallel_residual:
-      return self.parent[i] + mixed - x
-    nothing = jnp.zeros_like(mixed)
-    return after - layers.after(shape, layer, x, self.places[i], nothing)
 
   def _shape(self, index, num_kv_heads):
     return layers.shape_of(self._config, index, num_kv_heads)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=0)
+def _look(shape, layer, parent, converted, place):
+  """Takes a batch through the parent's layer.
+
+  Args:
+    shape: of the parent's layer.
+    layer: parameters of the parent's layer.
+    parent: the parent's stream [B, T, D].
+    converted: the converted model's; None: the same.
+    place: of the batch.
+
+  Returns:
+    What the converted layer's attention should give, [B, T, D], which brings
+    its stream back to the parent's; the scale of an error in it, [B, T]; and
+    the parent's stream after the layer.
+  """
+  after, seen = layers.run(shape, layer, parent, place)
+  target = stream = seen['mixed']
+  if shape.config.norm_position == 'pre':
+    stream = parent + target
+    if converted is not None and shape.config.parallel_residual:
+      nothing = jnp.zeros_like(target)
+      target = after - layers.run(shape, layer, converted, place, nothing)[0]
+    elif converted is not None:
+      target = stream - converted
+  return target, _scale(stream, target), after
+
+
 def _scale(stream, target):
   """How much the error of a token counts, [B, T].
 

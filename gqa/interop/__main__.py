@@ -2,9 +2,11 @@
 
   python -m gqa.interop import --source=DIR_OR_FILE.gguf --target=WORKDIR
   python -m gqa.interop export --source=WORKDIR --target=DIR
+  python -m gqa.interop example --family=gpt2 --target=DIR
 
 The first takes a Hugging Face directory (config.json and safetensors) or a
-GGUF file; the second writes a directory that transformers loads.
+GGUF file; the second writes a directory that transformers loads; the third
+makes such a directory of a small random model.
 """
 
 from __future__ import annotations
@@ -16,42 +18,65 @@ import jax
 from absl import flags
 
 from gqa import cli
-from gqa.interop import directory, families, gguf, hugging_face, weights
+from gqa.interop import (
+  directory,
+  example,
+  families,
+  gguf,
+  hugging_face,
+  weights,
+)
 
-VERBS = ('import', 'export')
+VERBS = ('import', 'export', 'example')
 
 
 def main(argv):
   """Runs the verb of the command line."""
   if len(argv) != 2 or argv[1] not in VERBS:
     raise ValueError(
-      'give one verb, import or export: python -m gqa.interop import '
+      f'give one verb of {", ".join(VERBS)}: python -m gqa.interop import '
       '--source=DIR --target=DIR'
     )
-  flag = flags.FLAGS
+  flag, verb = flags.FLAGS, argv[1]
+  needed = 'family' if verb == 'example' else 'source'
+  if not getattr(flag, needed):
+    raise ValueError(f'--{needed} must be given; see --help.')
   # Nothing is computed, so no accelerator is taken.
   jax.config.update('jax_platforms', 'cpu')
-  if argv[1] == 'export':
+  if verb == 'import':
+    _import(flag.source, flag.target, flag.dtype)
+    return
+  if verb == 'export':
     step = int(flag.step) if flag.step.isdecimal() else flag.step
     kind = hugging_face.export_directory(
-      flag.source, flag.target, flag.dtype, flag.family, step
+      flag.source,
+      flag.target,
+      flag.dtype,
+      flag.family,
+      step,
+      flag.repeat_kv_heads,
     )
-    print(f'{flag.target}: a model of the family {kind}')
-    return
-  source = _gguf_file(flag.source)
-  if source is None:
-    config = hugging_face.import_directory(flag.source, flag.target, flag.dtype)
   else:
-    config = gguf.import_file(source, flag.target, flag.dtype)
+    example.write_example(flag.family, flag.target, flag.dtype)
+    kind = flag.family
+  print(f'{flag.target}: a model of the family {kind}')
+
+
+def _import(source, target, dtype):
+  file = _gguf_file(source)
+  if file is None:
+    config = hugging_face.import_directory(source, target, dtype)
+  else:
+    config = gguf.import_file(file, target, dtype)
   print(
-    f'{flag.target}: {config.num_layers} layers of {config.num_heads} query '
-    f'and {config.kv_heads[0]} KV heads'
+    f'{target}: {config.num_layers} layers of {config.num_heads} query and '
+    f'{config.kv_heads[0]} KV heads'
   )
-  if not (pathlib.Path(flag.target).expanduser() / 'tokenizer.json').exists():
+  if not (pathlib.Path(target).expanduser() / 'tokenizer.json').exists():
     print(
-      f'{flag.source} has no tokenizer.json, which gqa.generate and '
-      'gqa.evaluate need; load its tokenizer with transformers and call '
-      f'save_pretrained({flag.target!r}).'
+      f'{source} has no tokenizer.json, which gqa.generate and gqa.evaluate '
+      'need; load its tokenizer with transformers and call '
+      f'save_pretrained({target!r}).'
     )
 
 
@@ -72,15 +97,18 @@ def _gguf_file(source: str) -> str | None:
 
 
 def _define_flags():
-  flags.DEFINE_string('source', None, 'what to read', required=True)
+  flags.DEFINE_string('source', None, 'what to read')
   flags.DEFINE_string('target', None, 'directory to make', required=True)
   flags.DEFINE_enum(
     'dtype', 'float32', list(weights.DTYPES), 'type of what is written'
   )
   flags.DEFINE_string(
-    'family', None, f'export: one of {", ".join(families.FAMILIES)}'
+    'family', None, f'to write, one of {", ".join(families.FAMILIES)}'
   )
   flags.DEFINE_string('step', 'latest', "export: 'latest', 'best' or a step")
+  flags.DEFINE_bool(
+    'repeat_kv_heads', False, 'export the multi-head model of the same logits'
+  )
 
 
 if __name__ == '__main__':

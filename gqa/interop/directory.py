@@ -1,15 +1,16 @@
 """A Hugging Face directory: config.json and safetensors, nothing outside of it.
 
-Only plain files of the directory itself are opened: no file that a name or a
+Of one that is read only plain files of itself are opened: no file that a name or a
 symbolic link points to elsewhere, no pickle, and no code.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gqa.interop.tensor_file import TensorInfo
 CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+MAX_SHARD = 5 * 10**9  # bytes of a file that is written
 MAX_JSON = 1 << 26  # bytes; an index of 100,000 tensors has some 10 million
 # Formats of weights that can run code when they are read, or that are not read.
 _OTHER_WEIGHTS = ('.bin', '.pt', '.pth', '.ckpt', '.pkl', '.h5', '.msgpack')
@@ -150,3 +152,42 @@ class Directory:
         raise ValueError(f'{name!r} is in {self._files[name]} and in {path}.')
       self.tensors[name] = info
       self._files[name] = path
+
+
+def write_weights(
+  path: pathlib.Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  dtype: np.dtype,
+  get: Callable[[str], np.ndarray],
+) -> None:
+  """Writes model.safetensors, or several files with an index.
+
+  Args:
+    path: directory.
+    shapes: of the tensors.
+    dtype: of the tensors.
+    get: returns one by name; one is held at a time.
+  """
+  shards, sizes = [{}], [0]
+  for name, shape in shapes.items():
+    size = math.prod(shape) * dtype.itemsize
+    if shards[-1] and sizes[-1] + size > MAX_SHARD:
+      shards.append({})
+      sizes.append(0)
+    shards[-1][name] = (dtype, shape)
+    sizes[-1] += size
+  if len(shards) == 1:
+    tensor_file.write_file(path / WEIGHTS, shards[0], get)
+    return
+  weight_map = {}
+  for i, shard in enumerate(shards, 1):
+    file = f'model-{i:05}-of-{len(shards):05}.safetensors'
+    tensor_file.write_file(path / file, shard, get)
+    weight_map |= dict.fromkeys(shard, file)
+  index = {'metadata': {'total_size': sum(sizes)}, 'weight_map': weight_map}
+  write_json(path / INDEX, index)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a JSON value as transformers does."""
+  path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n')

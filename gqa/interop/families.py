@@ -90,37 +90,48 @@ def write_config(
   if len(set(config.kv_heads)) > 1:
     raise ValueError(
       f'num_kv_heads={config.kv_heads} differ between layers; no family has '
-      'more than one number of KV heads, so this model cannot be exported.'
+      'more than one number of KV heads; --repeat_kv_heads writes the '
+      'multi-head model with the same logits.'
     )
   kinds = [family] if family else list(FAMILIES)
   if preferred in kinds:
     kinds = [preferred, *(kind for kind in kinds if kind != preferred)]
-  reasons = {}
+  lacks, reasons = {}, {}  # reasons: why a family cannot be written at all
   for kind in kinds:
     try:
       written = FAMILIES[kind].write_config(config)
       _, again = read_config(written | {'model_type': kind})
-      reasons[kind] = _difference(config, again)
+      lacks[kind] = _differences(config, again)
     except ValueError as error:
       reasons[kind] = str(error)
-    if not reasons[kind]:
+      continue
+    if not lacks[kind]:
       architecture = FAMILIES[kind].architecture
       head = {'architectures': [architecture], 'model_type': kind}
       return kind, head | written
-  shown = [kind for kind in (preferred, 'llama') if kind in reasons] or kinds
-  text = '; '.join(f'{kind}: {reasons[kind]}' for kind in dict.fromkeys(shown))
+  reasons |= {kind: ', '.join(found) for kind, found in lacks.items()}
+  nearest = min(lacks, key=lambda kind: len(lacks[kind]), default=kinds[0])
+  shown = dict.fromkeys([preferred, nearest, 'llama'])
+  text = '; '.join(f'{k}: {reasons[k]}' for k in shown if k in reasons)
   others = '' if family else ', and no other family does'
-  raise ValueError(f'this model cannot be exported exactly. {text}{others}.')
+  way_out = ''
+  if 'num_kv_heads' in text:
+    way_out = (
+      ' --repeat_kv_heads writes the multi-head model with the same logits.'
+    )
+  raise ValueError(
+    f'this model cannot be exported exactly. {text}{others}.{way_out}'
+  )
 
 
-def _difference(config: ModelConfig, written: ModelConfig) -> str:
-  """What a family cannot say of a model, '' if nothing."""
+def _differences(config: ModelConfig, written: ModelConfig) -> list[str]:
+  """What a family cannot say of a model."""
   wanted, got = _comparable(config), _comparable(written)
-  return ', '.join(
+  return [
     f'it has no {name}={wanted[name]!r} (but {got[name]!r})'
     for name in wanted
     if wanted[name] != got[name]
-  )
+  ]
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:

@@ -57,6 +57,15 @@ INERT = {
   'use_cache',
   '_commit_hash',
 }
+# Activations of an MLP without a gate, by their names and back.
+ACTIVATIONS = {
+  'gelu_new': 'gelu',
+  'gelu_fast': 'gelu',
+  'gelu_pytorch_tanh': 'gelu',
+  'gelu': 'gelu_exact',
+  'relu': 'relu',
+}
+_ACTIVATION_NAMES = {'gelu': 'gelu_new', 'gelu_exact': 'gelu', 'relu': 'relu'}
 _REQUIRED = object()
 
 
@@ -117,14 +126,25 @@ class Fields:
       )
     return choices[value]
 
+  def divided(self, width: str, parts: str) -> dict[str, int]:
+    """Reads the sizes of a multi-head model whose heads share its width."""
+    embed_dim, num_heads = self.take(width, int), self.take(parts, int)
+    if num_heads < 1 or embed_dim % num_heads:
+      raise ValueError(
+        f'{self._where} has {width}={embed_dim}, which must be a multiple of '
+        f'{parts}={num_heads}.'
+      )
+    return {
+      'embed_dim': embed_dim,
+      'num_heads': num_heads,
+      'num_kv_heads': num_heads,
+      'head_dim': embed_dim // num_heads,
+    }
+
   def ignore(self, *names: str) -> None:
     """Crosses fields off that change nothing in this family."""
     for name in names:
       self._left.pop(name, None)
-
-  def has(self, name: str) -> bool:
-    """Whether a field is there, not null and not crossed off yet."""
-    return self._left.get(name) is not None
 
   def finish(self) -> None:
     """Raises ValueError if a field is left that might change the result."""
@@ -140,3 +160,16 @@ class Fields:
         + (f' (so may {", ".join(unknown[1:])})' if unknown[1:] else '')
         + '; take it out if you know that it does not.'
       )
+
+
+def activation_name(
+  mlp: str, names: Mapping[str, str] = _ACTIVATION_NAMES
+) -> str:
+  """Returns the name that a config.json gives to `ModelConfig.mlp`.
+
+  Raises:
+    ValueError: the family has no such MLP.
+  """
+  if mlp not in names:
+    raise ValueError(f'it has no mlp={mlp!r}')
+  return names[mlp]

@@ -13,7 +13,7 @@ from typing import Any
 
 from gqa.config import ModelConfig
 from gqa.interop import layout, llama, positions
-from gqa.interop.fields import Fields
+from gqa.interop.fields import Fields, activation_name
 from gqa.interop.positions import FULL, SLIDING
 
 _TANH = {'gelu_pytorch_tanh': 'geglu', 'gelu_new': 'geglu'}
@@ -121,7 +121,7 @@ def _read_two_ropes(
 def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
   written = llama.write_sizes(config) | {'attention_bias': config.qkv_bias}
   written |= positions.write_rope(config)
-  activation = 'gelu_pytorch_tanh' if config.mlp == 'geglu' else config.mlp
+  activation = activation_name(config.mlp, {'geglu': 'gelu_pytorch_tanh'})
   if kind == 'gemma':
     # Older versions read the second one.
     return written | {

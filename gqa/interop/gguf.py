@@ -77,12 +77,14 @@ def import_file(
       f'are {", ".join(_MODEL_TYPES)}.'
     )
   kind, config = families.read_config(read_config(file, arch))
+  files = gguf_tokenizer.files(file.values, config.vocab_size)
+  file.values.clear()  # a vocabulary takes tens of megabytes
   return hugging_face.write_workdir(
     target,
     kind,
     config,
     GgufSource(file, arch, config),
-    gguf_tokenizer.files(file.values, config.vocab_size),
+    files,
     dtype=dtype,
     origin=os.path.abspath(os.path.expanduser(source)),
   )

@@ -16,6 +16,7 @@ import numpy as np
 MAGIC = b'GGUF'
 VERSIONS = (2, 3)
 MAX_RANK = 4
+ROWS = 1_024  # dequantised at a time, which takes several copies
 MAX_DEPTH = 4  # of arrays of arrays
 MAX_LENGTH = 1 << 24  # of an array or a string; vocabularies have 2^18 tokens
 _SCALARS = {
@@ -78,9 +79,12 @@ class GgufFile:
     info = self.tensors[name]
     kind = self._kind(info.kind)
     data = np.fromfile(self.path, np.uint8, info.size, offset=info.begin)
-    rows = data.reshape(*info.shape[:-1], -1)
+    rows = data.reshape(math.prod(info.shape[:-1]), -1)
+    made = np.empty((len(rows), info.shape[-1]), np.float32)
     try:
-      return self._dequantize(rows, kind).reshape(info.shape)
+      for at in range(0, len(rows), ROWS):
+        made[at : at + ROWS] = self._dequantize(rows[at : at + ROWS], kind)
+      return made.reshape(info.shape)
     except NotImplementedError:
       raise ValueError(
         f'{self.path}: {name} is of the type {kind.name}, which the package '

@@ -12,26 +12,12 @@ import numpy as np
 
 from gqa.config import ModelConfig
 from gqa.interop import layout
-from gqa.interop.fields import Fields
+from gqa.interop.fields import ACTIVATIONS, Fields, activation_name
 from gqa.interop.layout import Tensor
-
-_ACTIVATIONS = {
-  'gelu_new': 'gelu',
-  'gelu_pytorch_tanh': 'gelu',
-  'gelu': 'gelu_exact',
-  'relu': 'relu',
-}
-_ACTIVATION_NAMES = {'gelu': 'gelu_new', 'gelu_exact': 'gelu', 'relu': 'relu'}
 
 
 def _read(fields: Fields) -> ModelConfig:
-  embed_dim = fields.take('n_embd', int)
-  num_heads = fields.take('n_head', int)
-  if num_heads < 1 or embed_dim % num_heads:
-    raise ValueError(
-      f'config.json has n_embd={embed_dim}, which must be a multiple of '
-      f'n_head={num_heads}.'
-    )
+  heads = fields.divided('n_embd', 'n_head')
   fields.expect('scale_attn_weights', True)
   fields.expect('scale_attn_by_inverse_layer_idx', False)
   fields.expect('add_cross_attention', False)
@@ -39,16 +25,13 @@ def _read(fields: Fields) -> ModelConfig:
   config = ModelConfig(
     vocab_size=fields.take('vocab_size', int),
     num_layers=fields.take('n_layer', int),
-    embed_dim=embed_dim,
-    num_heads=num_heads,
-    num_kv_heads=num_heads,
-    head_dim=embed_dim // num_heads,
-    mlp_dim=fields.take('n_inner', int, 4 * embed_dim),
+    **heads,
+    mlp_dim=fields.take('n_inner', int, 4 * heads['embed_dim']),
     max_len=fields.take('n_positions', int, 1024),
     position='learned',
     norm='layernorm',
     norm_eps=fields.take('layer_norm_epsilon', float, 1e-5),
-    mlp=fields.choose('activation_function', _ACTIVATIONS, 'gelu_new'),
+    mlp=fields.choose('activation_function', ACTIVATIONS, 'gelu_new'),
     qkv_bias=True,
     out_bias=True,
     mlp_bias=True,
@@ -66,8 +49,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     'n_head': config.num_heads,
     'n_inner': config.mlp_dim,
     'n_positions': config.max_len,
+    'n_ctx': config.max_len,  # the same, which llama.cpp reads
     'layer_norm_epsilon': config.norm_eps,
-    'activation_function': _ACTIVATION_NAMES.get(config.mlp, config.mlp),
+    'activation_function': activation_name(config.mlp),
     'tie_word_embeddings': config.tie_embeddings,
   }
 

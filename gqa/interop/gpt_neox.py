@@ -12,43 +12,26 @@ import numpy as np
 
 from gqa.config import ModelConfig
 from gqa.interop import layout, positions
-from gqa.interop.fields import Fields
+from gqa.interop.fields import ACTIVATIONS, Fields, activation_name
 from gqa.interop.layout import Tensor
 
-_ACTIVATIONS = {
-  'gelu': 'gelu_exact',
-  'gelu_new': 'gelu',
-  'gelu_fast': 'gelu',
-  'gelu_pytorch_tanh': 'gelu',
-  'relu': 'relu',
-}
-_ACTIVATION_NAMES = {'gelu': 'gelu_new', 'gelu_exact': 'gelu', 'relu': 'relu'}
 _ROPE_NAMES = dict(theta_name='rotary_emb_base', fraction_name='rotary_pct')
 
 
 def _read(fields: Fields) -> ModelConfig:
-  embed_dim = fields.take('hidden_size', int)
-  num_heads = fields.take('num_attention_heads', int)
-  if num_heads < 1 or embed_dim % num_heads:
-    raise ValueError(
-      f'config.json has hidden_size={embed_dim}, which must be a multiple of '
-      f'num_attention_heads={num_heads}.'
-    )
+  heads = fields.divided('hidden_size', 'num_attention_heads')
   max_len = fields.take('max_position_embeddings', int, 2048)
   bias = fields.take('attention_bias', bool, True)
   read = positions.read_rope(fields, max_len, fraction=0.25, **_ROPE_NAMES)
   config = ModelConfig(
     vocab_size=fields.take('vocab_size', int),
     num_layers=fields.take('num_hidden_layers', int),
-    embed_dim=embed_dim,
-    num_heads=num_heads,
-    num_kv_heads=num_heads,
-    head_dim=embed_dim // num_heads,
+    **heads,
     mlp_dim=fields.take('intermediate_size', int),
     max_len=max_len,
     norm='layernorm',
     norm_eps=fields.take('layer_norm_eps', float, 1e-5),
-    mlp=fields.choose('hidden_act', _ACTIVATIONS, 'gelu'),
+    mlp=fields.choose('hidden_act', ACTIVATIONS, 'gelu'),
     qkv_bias=bias,
     out_bias=bias,
     mlp_bias=True,
@@ -69,7 +52,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     'intermediate_size': config.mlp_dim,
     'max_position_embeddings': config.max_len,
     'layer_norm_eps': config.norm_eps,
-    'hidden_act': _ACTIVATION_NAMES.get(config.mlp, config.mlp),
+    'hidden_act': activation_name(config.mlp),
     'attention_bias': config.qkv_bias,
     'tie_word_embeddings': config.tie_embeddings,
     'use_parallel_residual': config.parallel_residual,

@@ -12,7 +12,7 @@ from typing import Any
 
 from gqa.config import ModelConfig
 from gqa.interop import layout, positions
-from gqa.interop.fields import Fields
+from gqa.interop.fields import Fields, activation_name
 
 NORMS = {
   'attention_norm': 'input_layernorm',
@@ -54,34 +54,19 @@ def read_sizes(
 
 
 def write_sizes(config: ModelConfig) -> dict[str, Any]:
-  """Undoes `read_sizes`."""
+  """Undoes `read_sizes`; all layers have the same number of KV heads."""
   return {
     'vocab_size': config.vocab_size,
     'num_hidden_layers': config.num_layers,
     'hidden_size': config.embed_dim,
     'num_attention_heads': config.num_heads,
-    'num_key_value_heads': one_kv_heads(config),
+    'num_key_value_heads': config.kv_heads[0],
     'head_dim': config.head_dim,
     'intermediate_size': config.mlp_dim,
     'max_position_embeddings': config.max_len,
     'rms_norm_eps': config.norm_eps,
     'tie_word_embeddings': config.tie_embeddings,
   }
-
-
-def one_kv_heads(config: ModelConfig) -> int:
-  """The KV heads of every layer.
-
-  Raises:
-    ValueError: layers differ, which no family can say.
-  """
-  counts = set(config.kv_heads)
-  if len(counts) > 1:
-    raise ValueError(
-      f'num_kv_heads={config.kv_heads} differ between layers, for which '
-      'config.json has one num_key_value_heads only.'
-    )
-  return counts.pop()
 
 
 def _read(kind: str, fields: Fields) -> ModelConfig:
@@ -122,7 +107,7 @@ def _read_qwen_windows(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 def _write(kind: str, config: ModelConfig) -> dict[str, Any]:
   written = write_sizes(config) | positions.write_rope(config)
-  written['hidden_act'] = _ACTIVATION_NAMES.get(config.mlp, config.mlp)
+  written['hidden_act'] = activation_name(config.mlp, _ACTIVATION_NAMES)
   if kind in ('llama', 'qwen3'):
     written['attention_bias'] = config.qkv_bias
   if kind == 'llama':

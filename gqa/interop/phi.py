@@ -9,16 +9,8 @@ from typing import Any
 
 from gqa.config import ModelConfig
 from gqa.interop import layout, llama, positions
-from gqa.interop.fields import Fields
+from gqa.interop.fields import ACTIVATIONS, Fields, activation_name
 from gqa.interop.layout import Tensor
-
-_ACTIVATIONS = {
-  'gelu_new': 'gelu',
-  'gelu_pytorch_tanh': 'gelu',
-  'gelu': 'gelu_exact',
-  'relu': 'relu',
-}
-_ACTIVATION_NAMES = {'gelu': 'gelu_new', 'gelu_exact': 'gelu', 'relu': 'relu'}
 
 
 def _read(fields: Fields) -> ModelConfig:
@@ -30,7 +22,7 @@ def _read(fields: Fields) -> ModelConfig:
     'max_len': max_len,
     'norm': 'layernorm',
     'norm_eps': fields.take('layer_norm_eps', float, 1e-5),
-    'mlp': fields.choose('hidden_act', _ACTIVATIONS, 'gelu_new'),
+    'mlp': fields.choose('hidden_act', ACTIVATIONS, 'gelu_new'),
     'qkv_bias': True,
     'out_bias': True,
     'mlp_bias': True,
@@ -49,7 +41,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
   return written | {
     'layer_norm_eps': written.pop('rms_norm_eps'),
     'partial_rotary_factor': config.rope_fraction,
-    'hidden_act': _ACTIVATION_NAMES.get(config.mlp, config.mlp),
+    'hidden_act': activation_name(config.mlp),
     'qk_layernorm': False,
   }
 

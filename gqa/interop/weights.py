@@ -122,6 +122,30 @@ def cast(array: np.ndarray, dtype: str, name: str) -> np.ndarray:
   return made
 
 
+def repeat_kv_heads(
+  params: Mapping[str, Any], config: ModelConfig
+) -> dict[str, Any]:
+  """Returns the parameters of a multi-head model with the same logits.
+
+  Each KV head of `config` is there once for every query head that reads it.
+  """
+  new = dict(params)
+  for i, K in enumerate(config.kv_heads):
+    attention = dict(params[f'layer_{i}']['attention'])
+    times = config.num_heads // K
+    for part in ('key', 'value'):
+      # [D, K, H] and [K, H]
+      attention[part] = {
+        name: np.repeat(np.asarray(x), times, axis=-2)
+        for name, x in attention[part].items()
+      }
+    if config.qk_norm and config.qk_norm_axes == 'heads':
+      scale = np.asarray(attention['key_norm']['scale']).reshape(K, -1)
+      attention['key_norm'] = {'scale': np.repeat(scale, times, 0).reshape(-1)}
+    new[f'layer_{i}'] = {**params[f'layer_{i}'], 'attention': attention}
+  return new
+
+
 def leaf(params: Mapping[str, Any], path: str) -> Any:
   """Returns the parameter at a path."""
   for key in path.split('/'):
