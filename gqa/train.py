@@ -284,7 +284,8 @@ class Run:
     last = step == c.train.num_steps
     every = c.eval.every_steps
     loss = None
-    if last or not step or (every and step % every == 0 and not stopped):
+    # Also when stopped: a resumed run begins after this step.
+    if last or not step or (every and step % every == 0):
       loss = self._evaluate(step)
     if not (last or stopped or self.checkpointer.should_save(step)):
       return

@@ -411,6 +411,17 @@ def test_profile_writes_a_trace(config, tmp_path):
   assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
 
 
+def test_a_stop_at_a_step_of_evaluation_loses_no_evaluation(
+  config, tmp_path, monkeypatch
+):
+  reached = lambda _, step: step == config.eval.every_steps
+  monkeypatch.setattr(train.Preemption, 'reached', reached)
+  assert train.train(config, tmp_path) == train.EXIT_PREEMPTED
+  assert train.train(config, tmp_path) == 0
+  rows = read_metrics(tmp_path)
+  assert [r['step'] for r in rows if 'eval/loss' in r] == [3, 6]
+
+
 def test_signal_saves_and_exits_75_and_the_same_command_goes_on(
   token_directory, tmp_path
 ):
