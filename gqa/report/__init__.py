@@ -1,6 +1,8 @@
 """Runs, sweeps, conversions and benchmarks as tables and plots.
 
-`read` finds what lies below a directory, `series` joins it by recorded fields
-and gives the rows of every table and plot, `tables` and `plots` lay them out,
-`page` makes HTML and Markdown of both, and `board` puts them into TensorBoard.
+`read` finds what lies below a directory; `recipes` and `join` tie it together
+by recorded fields. `series` and `decode_series` give the rows of each plot,
+which `quality` and `decoding` draw (`plots` lists them), and `quality_tables`,
+`cost_tables` and `inventory` lay out tables. `page` makes HTML and Markdown of
+both, and `board` puts them into TensorBoard.
 """

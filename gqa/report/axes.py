@@ -12,6 +12,7 @@ from gqa.tables import PREFIXES
 
 Rows = Sequence[Mapping[str, Any]]
 PANELS = 4  # of one plot; its caption says what is left out
+_TITLE = 52  # characters of a line
 _WIDTH = 8.6  # inches of a page
 
 
@@ -157,4 +158,6 @@ def _legend(figure, entries: Mapping[str, Any]) -> None:
 def short(subject: str) -> str:
   """A subject in two lines."""
   first, end, rest = subject.partition('), ')
+  if len(rest) > _TITLE:
+    rest = f'{rest[: _TITLE - 14]} ... {rest[-9:]}'
   return f'{first})\n{rest}' if end else subject

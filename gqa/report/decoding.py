@@ -263,6 +263,8 @@ def crossover(rows: Rows, timings: Sequence[Timing]):
   }
   if not groups:
     return None
+  from matplotlib import colors
+
   groups = axes_lib.most(groups)
   figure, axes = axes_lib.make(len(groups), 3.7)
   image = None
@@ -278,13 +280,13 @@ def crossover(rows: Rows, timings: Sequence[Timing]):
     tokens = [n for n in tokens if n >= 1]
     found = decode_series.crossover(base, tokens)
     top = max(2.0, max(r['speedup'] for r in points), found.speedup[0][-1])
-    import matplotlib.colors
+    norm = colors.LogNorm(1, top)
 
     image = axis.pcolormesh(
       tokens,
       range(len(found.heads)),
       found.speedup,
-      norm=matplotlib.colors.LogNorm(1, top),
+      norm=norm,
       cmap='cividis',
       shading='nearest',
       linewidth=0,
@@ -301,30 +303,12 @@ def crossover(rows: Rows, timings: Sequence[Timing]):
         lw=1.6,
         marker='.',
       )
-    for r in points:
-      if r['kv_heads'].isdecimal() and int(r['kv_heads']) in found.heads:
-        y = found.heads.index(int(r['kv_heads']))
-        axis.scatter(
-          r['tokens'],
-          y,
-          c=[r['speedup']],
-          norm=matplotlib.colors.LogNorm(1, top),
-          cmap='cividis',
-          edgecolors='#ffffff',
-          s=70,
-          linewidths=1.2,
-          zorder=3,
-        )
-        if y < len(found.heads) - 1:
-          axis.annotate(
-            f'{r["speedup"]:.1f}',
-            (r['tokens'], y),
-            xytext=(0, 6.5),
-            textcoords='offset points',
-            ha='center',
-            fontsize=6.5,
-            color='#ffffff' if r['speedup'] < top**0.55 else '#000000',
-          )
+    for (at, heads), cells in axes_lib.split(
+      points, 'tokens', 'kv_heads'
+    ).items():
+      if heads.isdecimal() and int(heads) in found.heads:
+        y = found.heads.index(int(heads))
+        _measured(axis, at, y, [r['speedup'] for r in cells], norm)
     axis.set_yticks(range(len(found.heads)), [str(k) for k in found.heads])
     axis.grid(False)
     axis.set_xlim(left, right)
@@ -336,3 +320,30 @@ def crossover(rows: Rows, timings: Sequence[Timing]):
   bar = figure.colorbar(image, ax=axes, label='times as fast as multi-head')
   axes_lib.plain(bar.ax.yaxis)
   return figure
+
+
+def _measured(axis, tokens: float, y: int, speedups: Sequence[float], norm):
+  """A circle and its number; of several batches and contexts the range."""
+  low, high = min(speedups), max(speedups)
+  axis.scatter(
+    tokens,
+    y,
+    c=[high],
+    norm=norm,
+    cmap='cividis',
+    edgecolors='#ffffff',
+    s=70,
+    linewidths=1.2,
+    zorder=3,
+  )
+  if high != 1.0 or low != 1.0:  # of multi-head it is always 1
+    text = f'{low:.1f}' if len(speedups) == 1 else f'{low:.1f} to {high:.1f}'
+    axis.annotate(
+      text,
+      (tokens, y),
+      xytext=(0, 6.5),
+      textcoords='offset points',
+      ha='center',
+      fontsize=6.5,
+      color='#ffffff' if norm(high) < 0.55 else '#000000',
+    )

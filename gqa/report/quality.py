@@ -15,8 +15,15 @@ def pareto(rows: Rows):
   """Loss against the time of a step, with what nothing else beats."""
   if not rows:
     return None
-  groups = axes_lib.split(rows, 'study', *_SETTING)
-  groups = axes_lib.ends(groups, 2, lambda key: key[1] * key[2])
+  studies = axes_lib.most(axes_lib.split(rows, 'study'))
+  groups = [
+    (key, points)
+    for _, group in studies
+    for key, points in axes_lib.ends(
+      axes_lib.split(group, 'study', *_SETTING), 2, lambda k: k[1] * k[2]
+    )
+  ]
+  rows = [row for _, group in groups for row in group]
   colors = axes_lib.heads_styles(rows)
   markers = style.styles(r['kind'] for r in rows)
   figure, axes = axes_lib.make(len(groups), 3.6)
@@ -39,12 +46,13 @@ def pareto(rows: Rows):
     axis.plot(
       *zip(*front, strict=True), color=style.INK, lw=0.8, alpha=0.6, zorder=1
     )
-    _, batch, context, kind, dtype, cache = key
+    study, batch, context, kind, dtype, cache = key
     axis.set(
       xlabel='ms per step',
       ylabel='validation loss, nats per token',
       title=f'batch {batch:,}, {context:,} tokens, {dtype}, {kind} cache'
-      + ('' if cache == dtype else f' of {cache}'),
+      + ('' if cache == dtype else f' of {cache}')
+      + ('\n' + study.replace(', w', ',\nw') if len(studies) > 1 else ''),
     )
     axis.margins(0.12)
   entries = {
