@@ -258,7 +258,10 @@ def read(
 
 
 def _bits(x):
-  """What moves without arithmetic: XLA on CPU moves bfloat16 as float32."""
+  """Numbers to be moved only; XLA on CPU would move bfloat16 as float32.
+
+  A loop over blocks still takes a copy in 16 bits instead of one in 32.
+  """
   if x.dtype == jnp.bfloat16:
     return lax.bitcast_convert_type(x, jnp.uint16)
   return x

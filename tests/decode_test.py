@@ -574,6 +574,20 @@ def test_a_step_reads_the_visible_blocks_or_a_mostly_live_cache_whole(
   )
 
 
+def test_blocks_of_bfloat16_are_read_without_a_float32_copy_of_the_cache():
+  config = make(num_kv_heads=1, num_layers=1, head_dim=64, max_len=9000)
+  layer = cache.init_cache(config, 2, 8192, dtype='bfloat16').layers[0]
+  q = jnp.ones((2, 1, 4, 2, 64), jnp.bfloat16)
+  at = jnp.int32(100)
+  compiled = (
+    jax.jit(cached_attention.over_cache, static_argnums=5)
+    .lower(q, layer, at, at, jnp.zeros((2,), jnp.int32), None)
+    .compile()
+  )
+  # Two float32 copies, of keys and of values, would be four times one of them.
+  assert compiled.memory_analysis().temp_size_in_bytes < 3 * layer.k.nbytes
+
+
 def test_a_long_chunk_on_a_warm_cache_holds_no_matrix_of_all_its_scores():
   config = make(max_len=1 << 14, num_layers=1)
   T = S = 4096

@@ -55,6 +55,15 @@ GPT2 = dict(
   layer_norm_epsilon=1e-3,
 )
 
+NEOX = dict(
+  model_type='gpt_neox',
+  vocab_size=V,
+  hidden_size=24,
+  num_hidden_layers=L,
+  num_attention_heads=3,
+  intermediate_size=20,
+)
+
 OTHERS = {
   'qwen3': LLAMA
   | dict(model_type='qwen3', use_sliding_window=True, sliding_window=3)
@@ -81,24 +90,10 @@ OTHERS = {
       'original_max_position_embeddings': 16,
     },
   ),
-  'gpt_neox': dict(
-    model_type='gpt_neox',
-    vocab_size=V,
-    hidden_size=24,
-    num_hidden_layers=L,
-    num_attention_heads=3,
-    intermediate_size=20,
-    max_position_embeddings=16,
-    rotary_pct=0.5,
-    rotary_emb_base=100,
-  ),
-  'gpt_neox tied': dict(
-    model_type='gpt_neox',
-    vocab_size=V,
-    hidden_size=24,
-    num_hidden_layers=L,
-    num_attention_heads=3,
-    intermediate_size=20,
+  'gpt_neox': NEOX
+  | dict(max_position_embeddings=16, rotary_pct=0.5, rotary_emb_base=100),
+  'gpt_neox tied': NEOX
+  | dict(
     tie_word_embeddings=True,
     use_parallel_residual=False,
     attention_bias=False,

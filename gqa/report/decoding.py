@@ -16,12 +16,7 @@ _LINES = 7  # of a panel
 
 def by_heads(rows: Rows):
   """A line for each batch and context, and what was predicted of it."""
-  groups = axes_lib.split(rows, 'subject')
-  groups = {
-    key: group
-    for key, group in groups.items()
-    if len({r['kv_heads'] for r in group}) > 1
-  }
+  groups = _of_several_heads(rows)
   if not groups:
     return None
   panels = {
@@ -255,12 +250,7 @@ def throughput(rows: Rows):
 
 def crossover(rows: Rows, timings: Sequence[Timing]):
   """Predicted and measured speedups over tokens and KV heads."""
-  groups = axes_lib.split(rows, 'subject')
-  groups = {
-    key: group
-    for key, group in groups.items()
-    if len({r['kv_heads'] for r in group}) > 1
-  }
+  groups = _of_several_heads(rows)
   if not groups:
     return None
   from matplotlib import colors
@@ -347,3 +337,12 @@ def _measured(axis, tokens: float, y: int, speedups: Sequence[float], norm):
       fontsize=6.5,
       color='#ffffff' if norm(high) < 0.55 else '#000000',
     )
+
+
+def _of_several_heads(rows: Rows):
+  """Models that were measured with more than one number of KV heads."""
+  return {
+    subject: group
+    for subject, group in axes_lib.split(rows, 'subject').items()
+    if len({r['kv_heads'] for r in group}) > 1
+  }
