@@ -100,6 +100,11 @@ def fail(message: object) -> None:
 def _guarded(main, argv) -> None:
   try:
     code = main(argv)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # Who read the output wants no more of it, as in `... | head`.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    code = 1
   except FAILURES as error:
     if _keep_traceback():
       raise

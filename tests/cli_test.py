@@ -307,3 +307,14 @@ for argument in sys.argv[1:]:
     'error: a=1 must be 2.',
     'error: No such file or directory: nowhere',
   ]
+
+
+def test_a_reader_that_stops_early_is_no_error_to_speak_of():
+  command = [sys.executable, '-m', 'gqa.plan', '--audit']
+  read, write = os.pipe()
+  os.close(read)
+  with open(write, 'wb') as closed:
+    done = subprocess.run(
+      command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True
+    )
+  assert (done.returncode, done.stderr) == (1, '')
