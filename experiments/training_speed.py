@@ -72,10 +72,11 @@ def gqa_program(shape, options):
   model_config = ModelConfig.from_dict(config.model.to_dict())
   mesh = sharding.make_mesh(config.mesh)
   optimizer, step = update.make_train_step(config, model_config)
-  make = lambda: update.init_state(model_config, optimizer, 0)
+  key = jax.random.key(0)
+  make = lambda: update.init_state(model_config, optimizer, key)
   shardings = sharding.state_shardings(jax.eval_shape(make), mesh, model_config)
   state = jax.jit(make, out_shardings=shardings)()
-  compiled = update.compile_steps(step, mesh, shardings)
+  steps = update.Steps(step, mesh, shardings)
   rng = np.random.default_rng(0)
   size = (options['steps'], shape.batch, shape.length)
   tokens = rng.integers(0, shape.vocab, size, dtype=np.int32)
@@ -86,12 +87,12 @@ def gqa_program(shape, options):
     'segments': np.ones(size, np.int32),
     'weights': np.ones(size, np.float32),
   }
-  batch = sharding.put_batch(batch, mesh, axis=1)
+  batch = steps.put([batch])
 
   def run():
     nonlocal state
     with jax.set_mesh(mesh):
-      state, values = compiled(state, batch)
+      state, values = steps.update(state, batch, key)
       return float(values['train/loss'][-1])
 
   return run

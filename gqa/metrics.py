@@ -379,6 +379,7 @@ class Progress:
     first: steps done before this life began.
     stream: where it shows; standard error unless given.
     enabled: whether it shows at all; process 0 only unless given.
+    name: of the run, before each line, where several show at once.
   """
 
   def __init__(
@@ -387,8 +388,10 @@ class Progress:
     first: int = 0,
     stream: TextIO | None = None,
     enabled: bool | None = None,
+    name: str = '',
   ):
     self._total = total
+    self._name = name
     self._stream = sys.stderr if stream is None else stream
     self._enabled = jax.process_index() == 0 if enabled is None else enabled
     self._origin = None  # (step, time) of the first update
@@ -399,6 +402,7 @@ class Progress:
         initial=first,
         file=self._stream,
         unit='step',
+        desc=name or None,
         dynamic_ncols=True,
       )
 
@@ -432,6 +436,8 @@ class Progress:
 
   def message(self, text: str):
     """Show a line, above the bar where there is one."""
+    if self._name:
+      text = f'{self._name}: {text}'
     if self._bar is not None:
       self._bar.write(text, file=self._stream)
     elif self._enabled:

@@ -31,8 +31,9 @@ LAUNCHERS = ('local', 'slurm', 'cloud', 'print')
 def launch(sweep: layout.Sweep, options: Mapping[str, Any]) -> int:
   """Starts what is not done by the launcher of the options; an exit code."""
   launcher, parallel = options['launcher'], options['parallel']
+  together = options['seeds_together']
   if launcher == 'slurm':
-    jobs = slurm.submit(sweep, parallel, options['sbatch'])
+    jobs = slurm.submit(sweep, parallel, options['sbatch'], together)
     for job in jobs:
       print(f'submitted {job}; cancel it by: scancel {job}')
     if not jobs:
@@ -40,17 +41,19 @@ def launch(sweep: layout.Sweep, options: Mapping[str, Any]) -> int:
     return slurm.watch(sweep) if options['wait'] else 0
   if launcher == 'cloud':
     *files, script = cloud.write(
-      sweep, options['bucket'], _fields(options['sky'])
+      sweep, options['bucket'], _fields(options['sky']), together
     )
     print(f'wrote {len(files)} task files; launch them by: bash {script}')
     return 0
   if launcher == 'print':
-    for point, state in zip(sweep.points, sweep.states(), strict=True):
-      if state['state'] != layout.DONE:
-        print(point.command)
+    states = sweep.states()
+    for unit in sweep.units(together):
+      left = [p for p in unit if states[p.index]['state'] != layout.DONE]
+      if left:
+        print(layout.command_of(left))
     return 0
   parts = slots.divide(parallel or 1, options['devices'])
-  code = local.run(sweep, parts)
+  code = local.run(sweep, parts, together)
   print(table.text(sweep, sweep.states()))
   return code
 
@@ -149,6 +152,9 @@ def _define_flags():
     'devices',
     'auto',
     "what local points divide: 'auto', 'none', or GPUs such as 0,1,2,3",
+  )
+  flags.DEFINE_bool(
+    'seeds_together', False, 'train the seeds of a config in one program'
   )
   flags.DEFINE_bool('status', False, 'only print the table')
   flags.DEFINE_bool('retry', False, 'run failed points again')

@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from gqa import cells, cli, evaluate, experiment, optim, train, uptrain
+from gqa import cells, cli, evaluate, experiment, optim, run, uptrain
 from gqa import data as data_lib
 from gqa.config import ModelConfig
 from gqa.convert import __main__ as convert
@@ -86,7 +86,7 @@ class _Checker:
       self._models[step] = self._models.get(source)
       return config.to_dict()
     config = uptrain.resolve(config)
-    train.check_run(config)
+    run.check_run(config)
     optim.check_optim(config.optim, max(config.train.num_steps, 1))
     model = ModelConfig.from_dict(config.model.to_dict())
     self._models[step] = model
@@ -134,7 +134,7 @@ def _config(argv: Sequence[str]):
   config_flags.DEFINE_config_file(
     'config', flag_values=values, sys_argv=list(argv), lock_config=True
   )
-  flags.DEFINE_string('workdir', None, '', flag_values=values)
+  flags.DEFINE_multi_string('workdir', None, '', flag_values=values)
   cli.read_flags(argv, values)
   return values.config
 

@@ -6,12 +6,15 @@ and devices, divided once by the number of tokens that count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gqa import loss as loss_lib
 from gqa import model as model_lib
@@ -28,6 +31,8 @@ from gqa.mixing import Mixing
 CHAINS = {'cpu': (2, 4)}
 CHAIN_TOKENS = 1_024  # of each, for more than the fewest
 
+Batch = dict[str, Any]
+
 
 @struct.dataclass
 class TrainState:
@@ -43,12 +48,12 @@ class TrainState:
 def init_state(
   config: ModelConfig,
   optimizer: optax.GradientTransformation,
-  seed: int,
+  key: jax.Array,
   mixing: Mixing | None = None,
 ) -> TrainState:
-  """A state before the first update, from the seed alone."""
+  """A state before the first update, from the key alone."""
   heads = config if mixing is None else mixing.heads
-  params = model_lib.init_params(heads, jax.random.key(seed))
+  params = model_lib.init_params(heads, key)
   if mixing is not None:
     params = mixing.with_weights(params)
   # An array each: one buffer cannot be donated twice.
@@ -67,19 +72,18 @@ def make_train_step(
 ):
   """Returns (optimizer, train_step).
 
-  `train_step(state, batch) -> (state, metrics)` is one update from a batch of
-  [B, T] arrays. Its gradient is the sum over all micro-batches (and devices)
+  `train_step(state, batch, key) -> (state, metrics)` is one update from a batch
+  of [B, T] arrays; the key is the run's own. Its gradient is the sum over all micro-batches (and devices)
   of the gradients of summed token losses, divided once by the sum of weights.
   An update whose gradient is not finite is skipped and counted. Where `origin`
-  has a teacher its parameters are a third argument.
+  has a teacher its parameters are one more argument.
   """
   # Without a step nothing is updated, but there is a state.
   num_steps = max(config.train.num_steps, 1)
   optimizer, schedule = optim.make_optimizer(config.optim, num_steps)
   decoder = model_lib.Decoder(model_config)
   accum, z_loss = config.train.grad_accum, config.train.z_loss
-  clip_norm, seed = config.optim.clip_norm, config.seed
-  softcap = model_config.logit_softcap
+  clip_norm, softcap = config.optim.clip_norm, model_config.logit_softcap
 
   def objective(params, teacher, batch, key):
     """Sum of token losses, and the sums that are reported of it."""
@@ -150,9 +154,9 @@ def make_train_step(
     return carry
 
   def train_step(
-    state: TrainState, batch, teacher=None
+    state: TrainState, batch, key, teacher=None
   ) -> tuple[TrainState, dict]:
-    key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
+    key = jax.random.fold_in(key, state.step)
     (total, sums), grads = summed_gradient(state.params, teacher, batch, key)
     count = batch['weights'].sum()
     scale = 1.0 / jnp.maximum(count, 1.0)
@@ -199,26 +203,101 @@ def _num_chains(rows: int, seq_len: int) -> int:
   return 1 if rows % few else few
 
 
-def compile_steps(train_step, mesh, shardings, distilled: bool = False):
-  """Jits `steps_per_call` updates as one program; the state is donated.
+class Steps:
+  """`steps_per_call` updates of one run, or of several, as one program.
 
-  The returned function takes batches of [steps, B, T] arrays and returns
-  metrics of [steps] arrays. If `distilled`, it takes the teacher's parameters
-  too, which are not donated.
+  The arrays of several runs are stacked: each has one more axis, which is not
+  divided over devices.
+
+  Args:
+    train_step: see `make_train_step`.
+    mesh: the devices.
+    shardings: of the state of one run.
+    num_runs: how many are updated together.
+    distilled: whether there is a teacher.
   """
 
-  def train_steps(state, batches, *teacher):
-    step = lambda state, batch: train_step(state, batch, *teacher)
-    if jax.tree.leaves(batches)[0].shape[0] == 1:
-      state, values = step(state, jax.tree.map(lambda x: x[0], batches))
-      return state, jax.tree.map(lambda x: x[None], values)
-    return jax.lax.scan(step, state, batches)
+  def __init__(
+    self,
+    train_step,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    num_runs: int = 1,
+    distilled: bool = False,
+  ):
+    self._mesh, self._num_runs = mesh, num_runs
+    joined = shardings
+    if num_runs > 1:
+      axes = (0, 0, 0, None) if distilled else 0
+      train_step = jax.vmap(train_step, in_axes=axes)
+      joined = jax.tree.map(_with_runs, shardings)
 
-  inputs = (shardings, sharding.batch_sharding(mesh, axis=1))
-  return jax.jit(
-    train_steps,
-    donate_argnums=0,
+    def train_steps(states, batches, keys, *teacher):
+      step = lambda states, batch: train_step(states, batch, keys, *teacher)
+      if jax.tree.leaves(batches)[0].shape[0] == 1:
+        states, values = step(states, jax.tree.map(lambda x: x[0], batches))
+        return states, jax.tree.map(lambda x: x[None], values)
+      return jax.lax.scan(step, states, batches)
+
+    def split(states):
+      part = lambda run: jax.tree.map(lambda x: x[run], states)
+      return [part(run) for run in range(num_runs)]
+
     # A teacher's parameters stay where they were loaded.
-    in_shardings=(*inputs, None) if distilled else inputs,
-    out_shardings=(shardings, None),
-  )
+    inputs = (joined, sharding.batch_sharding(mesh, self._batch_axis), None)
+    self._update = jax.jit(
+      train_steps,
+      donate_argnums=0,
+      in_shardings=(*inputs, None) if distilled else inputs,
+      out_shardings=(joined, None),
+    )
+    self._join = jax.jit(_stacked, out_shardings=joined)
+    self._split = jax.jit(split, out_shardings=[shardings] * num_runs)
+
+  @property
+  def _batch_axis(self) -> int:
+    return 1 if self._num_runs == 1 else 2  # that counts sequences
+
+  def join(self, states: Sequence[TrainState]) -> TrainState:
+    """What `update` takes, of the runs' states; a single one is not copied."""
+    return states[0] if self._num_runs == 1 else self._join(states)
+
+  def split(self, states: TrainState) -> list[TrainState]:
+    """The states of the runs."""
+    return [states] if self._num_runs == 1 else self._split(states)
+
+  def keys(self, keys: Sequence[jax.Array]) -> jax.Array:
+    """What `update` takes, of the runs' keys."""
+    return keys[0] if self._num_runs == 1 else jnp.stack(keys)
+
+  def put(self, batches: Sequence[Batch]) -> Batch:
+    """What `update` takes, of the runs' batches of [steps, B, T] arrays."""
+    joined = batches[0]
+    if self._num_runs > 1:
+      joined = {k: np.stack([b[k] for b in batches], axis=1) for k in joined}
+    return sharding.put_batch(joined, self._mesh, self._batch_axis)
+
+  def update(
+    self, states: TrainState, batches: Batch, keys: jax.Array, *teacher
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Returns new states, and metrics of [steps] or [steps, runs] arrays.
+
+    `states` are donated. `teacher` is its parameters, if `distilled`.
+    """
+    return self._update(states, batches, keys, *teacher)
+
+  def values_of(
+    self, run: int, values: Mapping[str, np.ndarray]
+  ) -> dict[str, np.ndarray]:
+    """The metrics of one run, [steps] each."""
+    if self._num_runs == 1:
+      return dict(values)
+    return {name: value[:, run] for name, value in values.items()}
+
+
+def _stacked(trees):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _with_runs(one: NamedSharding) -> NamedSharding:
+  return NamedSharding(one.mesh, PartitionSpec(None, *one.spec))

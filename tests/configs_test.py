@@ -8,8 +8,10 @@ import types
 import jax
 import pytest
 
-from gqa import model, optim, sharding, train, update
+from gqa import model, optim, run, sharding, update
 from gqa.config import ModelConfig
+
+KEY = jax.random.key(0)
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 # uptrain.py has no model of its own.
@@ -26,11 +28,13 @@ def load(name):
 def test_config_is_valid_and_fits_its_mesh(name):
   config, model_config = load(name)
   config.data.path = config.data.path or 'somewhere'
-  train.check_run(config)
+  run.check_run(config)
   optimizer, _ = optim.make_optimizer(config.optim, config.train.num_steps)
   mesh = sharding.make_mesh(config.mesh)
   sharding.check_batch(config.train.batch_size, mesh, config.train.grad_accum)
-  state = jax.eval_shape(lambda: update.init_state(model_config, optimizer, 0))
+  state = jax.eval_shape(
+    lambda: update.init_state(model_config, optimizer, KEY)
+  )
   shardings = sharding.state_shardings(state, mesh, model_config)
   largest = max(jax.tree.leaves(state.params), key=lambda x: x.size)
   split = jax.tree.leaves(shardings.params)[
@@ -58,7 +62,9 @@ def test_large_config_traces_a_sharded_update_without_memory(name, model_axis):
   config.mesh.update(data=1, fsdp=8 // model_axis, model=model_axis)
   model_config = ModelConfig.from_dict(config.model.to_dict())
   optimizer, step = update.make_train_step(config, model_config)
-  state = jax.eval_shape(lambda: update.init_state(model_config, optimizer, 0))
+  state = jax.eval_shape(
+    lambda: update.init_state(model_config, optimizer, KEY)
+  )
   mesh = sharding.make_mesh(types.SimpleNamespace(**config.mesh.to_dict()))
   shardings = sharding.state_shardings(state, mesh, model_config)
   shape = (1, config.train.batch_size, config.train.seq_len)
@@ -66,9 +72,8 @@ def test_large_config_traces_a_sharded_update_without_memory(name, model_axis):
   batch = dict.fromkeys(('tokens', 'targets', 'positions', 'segments'), ints)
   batch['weights'] = jax.ShapeDtypeStruct(shape, 'float32')
   with jax.set_mesh(mesh):
-    new, _ = jax.eval_shape(
-      update.compile_steps(step, mesh, shardings), state, batch
-    )
+    steps = update.Steps(step, mesh, shardings)
+    new, _ = jax.eval_shape(steps.update, state, batch, KEY)
   assert jax.tree.map(lambda x: x.shape, new) == jax.tree.map(
     lambda x: x.shape, state
   )

@@ -5,6 +5,7 @@ slurm_test.py has the real one.
 """
 
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -68,11 +69,61 @@ def _shell(text):
   return ['sh', '-c', text]
 
 
+# A unit of seeds: fails while seed 2 is in it, and says who ran.
+SEEDS = """
+import json, sys
+seeds, workdirs = [], []
+for word in sys.argv[1:]:
+  name, _, value = word.partition('=')
+  if name == '--workdir':
+    workdirs.append(value)
+  elif name in ('--seeds', '--config.seed'):
+    seeds += value.split(',')
+print('ran:', *seeds, flush=True)
+if '2' in seeds:
+  sys.exit(3)
+for workdir, seed in zip(workdirs, seeds, strict=True):
+  with open(workdir + '/metrics.jsonl', 'a') as file:
+    file.write(json.dumps({'step': 1, 'train/loss': int(seed)}) + '\\n')
+"""
+
+
+def _make_seeds(tmp_path, seeds):
+  """A sweep of two configs, each with the given seeds."""
+  points = [
+    layout.Point(
+      index=i,
+      name=f'{i:03}',
+      group=heads,
+      verb='train',
+      config='c.py',
+      overrides={'heads': heads, 'seed': seed},
+      after=(),
+      command=shlex.join(
+        [
+          *(sys.executable, '-c', SEEDS, '--config=c.py'),
+          *(f'--workdir={tmp_path}/sweep/{i:03}', f'--config.heads={heads}'),
+          f'--config.seed={seed}',
+        ]
+      ),
+    )
+    for i, (heads, seed) in enumerate((h, s) for h in 'ab' for s in seeds)
+  ]
+  return layout.make_sweep(tmp_path / 'sweep', 'x.py', '', str(ROOT), points)
+
+
+def _ran(sweep, name):
+  """The seeds of each command that wrote into a point's log."""
+  log = (sweep.workdir / name / 'log.txt').read_text().splitlines()
+  return [line.split()[1:] for line in log if line.startswith('ran:')]
+
+
 LAUNCH = """
 import sys
 from gqa.launch import layout, local, slots
 sweep = layout.open_sweep(sys.argv[1])
-sys.exit(local.run(sweep, slots.divide(int(sys.argv[2]), 'none')))
+slots = slots.divide(int(sys.argv[2]), 'none')
+sys.exit(local.run(sweep, slots, together=len(sys.argv) > 3))
 """
 
 
@@ -81,9 +132,12 @@ def launch():
   """Starts launchers, none of which is left at the end."""
   processes = []
 
-  def start(sweep, parallel=1):
+  def start(sweep, parallel=1, *together):
     process = subprocess.Popen(
-      [sys.executable, '-c', LAUNCH, str(sweep.workdir), str(parallel)],
+      [
+        *(sys.executable, '-c', LAUNCH, str(sweep.workdir), str(parallel)),
+        *together,
+      ],
       cwd=ROOT,
       stderr=subprocess.PIPE,
       text=True,
@@ -448,3 +502,49 @@ def test_tpu_chips_are_divided_into_shapes_that_libtpu_knows():
   assert len({p['TPU_MESH_CONTROLLER_PORT'] for p in parts}) == 4
   with pytest.raises(ValueError, match='leaves 3 TPU chips'):
     slots._tpus(2, 6)
+
+
+def test_seeds_of_a_config_run_as_one_process(tmp_path, launch):
+  sweep = _make_seeds(tmp_path, (0, 1, 5))
+  assert launch(sweep, 2, 'together').wait() == 0
+  assert _states(sweep) == ['done'] * 6
+  assert _ran(sweep, '000') == _ran(sweep, '003') == [['0', '1', '5']]
+  for name in ('001', '002', '004', '005'):
+    assert _ran(sweep, name) == []
+    log = (sweep.workdir / name / 'log.txt').read_text()
+    assert f'with {"000" if name < "003" else "003"}, whose log' in log
+  rows = (sweep.workdir / 'results.jsonl').read_text().splitlines()
+  losses = [json.loads(row)['metrics']['train/loss'] for row in rows]
+  assert losses == [0, 1, 5, 0, 1, 5]
+
+
+def test_a_failing_seed_does_not_fail_the_others(tmp_path, launch):
+  sweep = _make_seeds(tmp_path, (0, 2, 5))
+  assert launch(sweep, 1, 'together').wait() == 1
+  assert _states(sweep) == ['done', 'failed', 'done'] * 2
+  assert _ran(sweep, '000') == [['0', '2', '5'], ['0']]
+  assert _ran(sweep, '001') == [['2']]
+  assert [s['attempts'] for s in sweep.states()] == [2] * 6
+
+
+def test_only_what_is_not_done_runs_with_the_other_seeds(tmp_path):
+  sweep = _make_seeds(tmp_path, (0, 1, 5))
+  done = {'state': layout.DONE, 'attempts': 1, 'exit_code': 0}
+  layout.write_json(sweep.workdir / '001/state.json', done)
+  taken = lock.Lock(sweep.workdir / '003' / '.lock')
+  assert taken.acquire()
+  run = functools.partial(runner.run_point, together=True, patience=0)
+  assert run(sweep.workdir / '002') == 0
+  assert run(sweep.workdir / '003') == runner.BUSY
+  assert run(sweep.workdir / '004') == 0
+  assert _ran(sweep, '000') == [['0', '5']]
+  assert _ran(sweep, '004') == [['1', '5']]
+  taken.release()
+
+
+def test_seeds_run_alone_unless_told_otherwise(tmp_path):
+  sweep = _make_seeds(tmp_path, (0, 1))
+  assert [len(unit) for unit in sweep.units(False)] == [1] * 4
+  assert [len(unit) for unit in sweep.units(True)] == [2, 2]
+  for unit in sweep.units(False):
+    assert layout.command_of(unit) == unit[0].command

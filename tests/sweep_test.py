@@ -401,7 +401,9 @@ def test_the_row_of_a_run_has_the_columns_of_its_sweep(heads, number, tmp_path):
   run = types.SimpleNamespace(
     workdir=tmp_path,
     config=config,
-    model_config=types.SimpleNamespace(kv_heads=np.broadcast_to(heads, 4)),
+    program=types.SimpleNamespace(
+      model_config=types.SimpleNamespace(kv_heads=np.broadcast_to(heads, 4))
+    ),
   )
   entry = {'group': 'a=1', 'columns': ['a', 'uptrain.alpha']}
   layout.write_json(tmp_path / 'point.json', entry)

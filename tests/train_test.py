@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from configs import base
-from gqa import checkpoint, data, train, update
+from gqa import checkpoint, data, sharding, train, update
+from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
+KEY = jax.random.key(0)
 TEXT = 'It was the best of times, it was the worst of times. ' * 200
 
 
@@ -93,7 +95,7 @@ def model_config(config):
 
 
 def start(config, optimizer):
-  make = lambda: update.init_state(model_config(config), optimizer, 0)
+  make = lambda: update.init_state(model_config(config), optimizer, KEY)
   return jax.jit(make)()
 
 
@@ -116,6 +118,57 @@ def test_resumed_run_equals_uninterrupted_run_to_the_bit(
   )
 
 
+@pytest.mark.parametrize('mesh', [{}, {'data': 2, 'fsdp': 2, 'model': 2}])
+def test_seeds_in_one_program_equal_separate_runs(
+  config, mesh, tmp_path, monkeypatch
+):
+  config.model.update(dropout=0.2, vocab_size=264)
+  config.mesh.update(mesh)
+  config.train.log_every = 1
+  for seed in (0, 5):
+    config.seed = seed
+    train.train(config, tmp_path / f'alone{seed}')
+  config.seed = 0
+  workdirs = [tmp_path / 'seed0', tmp_path / 'seed5']
+  for step in (2, 4):  # first one of them alone, then both
+    with monkeypatch.context() as patch:
+      stop_after(patch, step)
+      first = train.train_seeds(
+        config, [0, 5][: step // 2], workdirs[: step // 2]
+      )
+      assert first == train.EXIT_PREEMPTED
+  assert train.train_seeds(config, [0, 5], workdirs) == 0
+  for seed, workdir in zip((0, 5), workdirs, strict=True):
+    together, alone = (
+      read_metrics(path) for path in (workdir, tmp_path / f'alone{seed}')
+    )
+    assert [row.keys() for row in together] == [row.keys() for row in alone]
+    for a, b in zip(together, alone, strict=True):
+      for name in b:
+        np.testing.assert_allclose(a[name], b[name], rtol=2e-4, err_msg=name)
+    saved = [
+      checkpoint.load_params(path)[0]
+      for path in (workdir, tmp_path / f'alone{seed}')
+    ]
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *saved
+    )
+    assert workdir_lib.load_config(workdir)['seed'] == seed
+
+
+@pytest.mark.parametrize(
+  ('seeds', 'workdirs', 'words'),
+  [
+    ([0, 1], ['a'], 'one workdir for each seed'),
+    ([0, 0], ['a', 'b'], '--seeds has .0, 0.'),
+    ([0, 1], ['a', 'a'], '--workdir has'),
+  ],
+)
+def test_seeds_need_a_workdir_each(config, seeds, workdirs, words):
+  with pytest.raises(ValueError, match=words):
+    train.train_seeds(config, seeds, workdirs)
+
+
 def test_dropout_differs_between_steps(config):
   config.model.dropout = 0.5
   config.optim.learning_rate = 0.0
@@ -123,8 +176,8 @@ def test_dropout_differs_between_steps(config):
   state = start(config, optimizer)
   batch = one_batch(np.random.default_rng(0))
   step = jax.jit(step)
-  state, first = step(state, batch)
-  state, second = step(state, batch)
+  state, first = step(state, batch, KEY)
+  state, second = step(state, batch, KEY)
   assert first['train/loss'] != second['train/loss']
 
 
@@ -142,7 +195,7 @@ def test_accumulation_divides_once_by_all_valid_tokens(config):
     state = start(config, optimizer)
     step = jax.jit(step)
     for _ in range(3):
-      state, values = step(state, batch)
+      state, values = step(state, batch, KEY)
     losses.append(values['train/loss'])
     states.append(state.params)
   np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
@@ -159,9 +212,9 @@ def test_chains_do_not_change_an_update(config, monkeypatch):
     monkeypatch.setattr(update, 'CHAINS', {'cpu': (chains, 5)})
     optimizer, step = update.make_train_step(config, model_config(config))
     state = start(config, optimizer)
-    text = jax.jit(step).lower(state, batch).as_text()
+    text = jax.jit(step).lower(state, batch, KEY).as_text()
     assert ('tensor<4x16x16xf32>' in text) == (chains == 2)
-    state, values = jax.jit(step)(state, batch)
+    state, values = jax.jit(step)(state, batch, KEY)
     params.append(state.params)
     losses.append(values['train/loss'])
   np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
@@ -197,7 +250,7 @@ def test_loss_is_weighted_by_tokens_not_by_micro_batches(config, monkeypatch):
   batch['targets'][:] = [[2], [4]]  # the mean loss of each micro-batch
   batch['weights'][0, 10:] = 0  # 10 tokens and 100
   _, step = update.make_train_step(config, model_config(config))
-  _, values = step(state, batch)
+  _, values = step(state, batch, KEY)
   np.testing.assert_allclose(values['train/loss'], 3.818182, rtol=1e-6)
 
 
@@ -207,8 +260,8 @@ def test_update_that_is_not_finite_is_skipped_and_counted(config):
   step = jax.jit(step)
   good = one_batch(np.random.default_rng(0))
   bad = good | {'weights': np.full((8, 16), np.nan, np.float32)}
-  state, _ = step(state, good)
-  skipped, values = step(state, bad)
+  state, _ = step(state, good, KEY)
+  skipped, values = step(state, bad, KEY)
   assert (skipped.step, skipped.nonfinite, skipped.skipped) == (2, 1, 1)
   for name in ('params', 'opt_state'):
     jax.tree.map(
@@ -216,7 +269,7 @@ def test_update_that_is_not_finite_is_skipped_and_counted(config):
       skipped.__dict__[name],
       state.__dict__[name],
     )
-  again, values = step(skipped, good)
+  again, values = step(skipped, good, KEY)
   assert (again.nonfinite, values['train/skipped_updates']) == (0, 1)
 
 
@@ -224,7 +277,7 @@ def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(
   config, tmp_path, monkeypatch
 ):
   config.train.nonfinite_limit = 2
-  next_batches = train.Run._next_batches
+  next_batches = train.Run.next_batches
   calls = itertools.count()
 
   def poisoned(run, count):
@@ -233,7 +286,7 @@ def test_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(
       batches['weights'] = batches['weights'] * np.nan
     return batches
 
-  monkeypatch.setattr(train.Run, '_next_batches', poisoned)
+  monkeypatch.setattr(train.Run, 'next_batches', poisoned)
   with pytest.raises(FloatingPointError, match='step 5.*checkpoint is step 3'):
     train.train(config, tmp_path / 'run')
   assert checkpoint.steps(tmp_path / 'run') == [3]
@@ -263,23 +316,23 @@ def test_final_step_off_the_interval_is_saved(config, tmp_path):
 
 
 def test_one_program_is_compiled_for_a_whole_run(config, tmp_path):
-  run = train.Run(config, tmp_path, False)
-  run.run()
-  assert run.step_fn._cache_size() == 1
-  assert run.eval_step._cache_size() == 1
+  run = train.Run(config, tmp_path)
+  train.advance([run])
+  assert run.program.steps(1)._update._cache_size() == 1
+  assert run.program.eval_step._cache_size() == 1
 
 
 def test_state_is_donated(config):
   mc = model_config(config)
   optimizer, step = update.make_train_step(config, mc)
-  abstract = jax.eval_shape(lambda: update.init_state(mc, optimizer, 0))
-  mesh = train.sharding.make_mesh(config.mesh)
-  shardings = train.sharding.state_shardings(abstract, mesh, mc)
-  fn = update.compile_steps(step, mesh, shardings)
+  abstract = jax.eval_shape(lambda: update.init_state(mc, optimizer, KEY))
+  mesh = sharding.make_mesh(config.mesh)
+  shardings = sharding.state_shardings(abstract, mesh, mc)
+  steps = update.Steps(step, mesh, shardings)
   state = jax.device_put(start(config, optimizer), shardings)
   batch = jax.tree.map(lambda x: x[None], one_batch(np.random.default_rng(0)))
   with jax.set_mesh(mesh):
-    fn(state, train.sharding.put_batch(batch, mesh, axis=1))
+    steps.update(state, steps.put([batch]), KEY)
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
@@ -289,7 +342,9 @@ def test_parameters_and_moments_stay_float32_under_bfloat16(config, name):
   config.optim.name = name
   optimizer, step = update.make_train_step(config, model_config(config))
   state = start(config, optimizer)
-  state, _ = jax.eval_shape(step, state, one_batch(np.random.default_rng(0)))
+  state, _ = jax.eval_shape(
+    step, state, one_batch(np.random.default_rng(0)), KEY
+  )
   for leaf in jax.tree.leaves((state.params, state.opt_state)):
     assert leaf.dtype in (jnp.float32, jnp.int32)
 
@@ -312,16 +367,16 @@ def test_every_mesh_gives_the_loss_of_one_device(
   alone = first
   single = jax.jit(step)
   for _ in range(2):
-    alone, expected = single(alone, batch)
+    alone, expected = single(alone, batch, KEY)
 
-  mesh = train.sharding.make_mesh(config.mesh)
+  mesh = sharding.make_mesh(config.mesh)
   abstract = jax.eval_shape(lambda: first)
-  shardings = train.sharding.state_shardings(abstract, mesh, mc)
-  fn = update.compile_steps(step, mesh, shardings)
+  shardings = sharding.state_shardings(abstract, mesh, mc)
+  steps = update.Steps(step, mesh, shardings)
   state = jax.device_put(first, shardings)
   batches = jax.tree.map(lambda x: np.stack([x, x]), batch)
   with jax.set_mesh(mesh):
-    _, values = fn(state, train.sharding.put_batch(batches, mesh, axis=1))
+    _, values = steps.update(state, steps.put([batches]), KEY)
   for metric in ('train/loss', 'train/grad_norm'):
     np.testing.assert_allclose(
       values[metric][-1], expected[metric], rtol=1e-5, err_msg=metric

@@ -35,6 +35,7 @@ from gqa.convert import checkpoints
 from gqa.mixing import Mixing
 from gqa.report import read
 
+KEY = jax.random.key(0)
 ROOT = pathlib.Path(__file__).parents[1]
 
 TEXT = 'It was the best of times, it was the worst of times. ' * 200
@@ -323,8 +324,8 @@ def test_a_model_does_not_diverge_from_itself(runs, config):
   origin = origin_lib.find(config, mc)
   optimizer, step = update.make_train_step(config, mc, origin)
   params, _ = checkpoint.load_params(runs / 'mean')
-  state = update.init_state(mc, optimizer, 0).replace(params=params)
-  _, values = jax.jit(step)(state, one_batch(), params)
+  state = update.init_state(mc, optimizer, KEY).replace(params=params)
+  _, values = jax.jit(step)(state, one_batch(), KEY, params)
   assert values['train/loss'] > 1
   assert abs(values['train/divergence']) < 1e-6
   assert values['train/grad_norm'] < 1e-5
@@ -396,6 +397,24 @@ def test_mixing_needs_the_mean_of_the_parents_heads(runs, config, tmp_path):
     train.train(config, tmp_path / 'run')
 
 
+def test_seeds_share_a_teacher_in_one_program(runs, config, tmp_path):
+  config.uptrain.update(learned_mixing=True, distill=0.5)
+  config.init_from = str(runs / 'similar')
+  for seed in (0, 1):
+    config.seed = seed
+    train.train(config, tmp_path / f'alone{seed}')
+  workdirs = [tmp_path / 'seed0', tmp_path / 'seed1']
+  assert train.train_seeds(config, [0, 1], workdirs) == 0
+  for seed, workdir in enumerate(workdirs):
+    together = read_metrics(workdir)
+    alone = read_metrics(tmp_path / f'alone{seed}')
+    assert [row['step'] for row in together] == [row['step'] for row in alone]
+    for a, b in zip(together, alone, strict=True):
+      for name in b.keys() & {'train/loss', 'train/divergence', 'eval/loss'}:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-4, err_msg=name)
+  assert together[-1]['eval/loss'] != read_metrics(workdirs[0])[-1]['eval/loss']
+
+
 def test_mixed_and_distilled_run_resumes_to_the_bit_and_saves_an_ordinary_model(
   runs, config, tmp_path, monkeypatch
 ):
@@ -404,9 +423,9 @@ def test_mixed_and_distilled_run_resumes_to_the_bit_and_saves_an_ordinary_model(
   config.mesh.update(data=1, fsdp=2, model=4)  # 2 KV heads do not divide by 4
   config.train.grad_accum = 2
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  run = train.Run(config, str(whole), False)
-  assert run.run() == 0
-  (teacher,) = run.teacher
+  run = train.Run(config, str(whole))
+  assert train.advance([run]) == 0
+  (teacher,) = run.program.teacher
   assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))
   with monkeypatch.context() as patch:
     stop = lambda self, now: now == 3
@@ -430,7 +449,7 @@ def test_mixed_and_distilled_run_resumes_to_the_bit_and_saves_an_ordinary_model(
   np.testing.assert_allclose(
     rows[-1]['eval/loss'], loss_of(parts, config), rtol=1e-6
   )
-  mixing = run.origin.mixing
+  mixing = run.program.origin.mixing
   trained = run.state.params['layer_0']['attention']
   assert trained['key']['kernel'].shape[1] == 4
   weights = trained['key_mix']['scale']
@@ -454,19 +473,19 @@ def test_mesh_accumulation_and_chains_do_not_change_a_mixed_update(
 
   def one_update(mesh=None):
     optimizer, step = update.make_train_step(config, mc, origin)
-    make = lambda: update.init_state(mc, optimizer, 0, origin.mixing)
+    make = lambda: update.init_state(mc, optimizer, KEY, origin.mixing)
     state = jax.jit(make)().replace(params=start)
     if mesh is None:
-      return jax.jit(step)(state, batch, parent)[1]
+      return jax.jit(step)(state, batch, KEY, parent)[1]
     shardings = sharding.state_shardings(
       jax.eval_shape(make), mesh, origin.mixing.heads
     )
-    step = update.compile_steps(step, mesh, shardings, distilled=True)
+    steps = update.Steps(step, mesh, shardings, distilled=True)
     batches = jax.tree.map(lambda x: x[None], batch)
     teacher = origin.teacher.load(mesh)
     with jax.set_mesh(mesh):
-      put = sharding.put_batch(batches, mesh, axis=1)
-      _, values = step(jax.device_put(state, shardings), put, teacher)
+      state = jax.device_put(state, shardings)
+      _, values = steps.update(state, steps.put([batches]), KEY, teacher)
     return jax.tree.map(lambda x: x[0], values)
 
   monkeypatch.setattr(update, 'CHAINS', {})
@@ -487,10 +506,10 @@ def test_update_that_is_not_finite_leaves_heads_and_weights(runs, config):
   origin = origin_lib.find(config, mc)
   _, start, _, parent = mixed(runs)
   optimizer, step = update.make_train_step(config, mc, origin)
-  state = update.init_state(mc, optimizer, 0, origin.mixing)
+  state = update.init_state(mc, optimizer, KEY, origin.mixing)
   state = state.replace(params=start)
   bad = one_batch() | {'weights': np.full((8, 16), np.nan, np.float32)}
-  new, _ = jax.jit(step)(state, bad, parent)
+  new, _ = jax.jit(step)(state, bad, KEY, parent)
   assert (new.step, new.skipped) == (1, 1)
   jax.tree.map(np.testing.assert_array_equal, new.params, start)
 

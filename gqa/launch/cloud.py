@@ -25,6 +25,7 @@ def write(
   sweep: layout.Sweep,
   bucket: str,
   resources: Mapping[str, Any],
+  together: bool = False,
 ) -> list[pathlib.Path]:
   """Writes task files and a script that launches them; returns all of them.
 
@@ -32,14 +33,18 @@ def write(
     sweep: whose commands have MOUNT in place of its workdir.
     bucket: a name for it, or the URL of one that exists.
     resources: SkyPilot's own fields, such as accelerators and use_spot.
+    together: whether a task runs all seeds of a config.
   """
   local = sweep.workdir
   directory = local / 'cloud'
   directory.mkdir(exist_ok=True)
   written = []
-  for group in _components(sweep.points):
-    name = group[0].name if len(group) == 1 else f'{group[0].index:03}-pipeline'
-    tasks = [_task(p, local, bucket, resources) for p in group]
+  for group in _components(sweep.units(together)):
+    first, tasks = (
+      group[0][0],
+      [_task(u, local, bucket, resources) for u in group],
+    )
+    name = first.name if len(group) == 1 else f'{first.index:03}-pipeline'
     if len(group) > 1:
       tasks.insert(0, {'name': _job_name(local, name)})
     path = directory / f'{name}.yaml'
@@ -55,7 +60,7 @@ def write(
   return [*written, script]
 
 
-def _task(point, local, bucket, resources) -> dict[str, Any]:
+def _task(unit, local, bucket, resources) -> dict[str, Any]:
   storage = {'mode': 'MOUNT_CACHED'}  # a plain mount cannot append to files
   if '://' in bucket:
     storage['source'] = bucket
@@ -66,9 +71,10 @@ def _task(point, local, bucket, resources) -> dict[str, Any]:
     'max_restarts_on_errors': _RESTARTS,
     'recover_on_exit_codes': [runner.STOPPED],
   }
-  entry = f'{MOUNT}/{point.name}'
+  entries = [shlex.quote(f'{MOUNT}/{point.name}') for point in unit]
+  options = ' --seeds_together' if len(unit) > 1 else ''
   return {
-    'name': _job_name(local, point.name),
+    'name': _job_name(local, unit[0].name),
     'workdir': os.getcwd(),
     'resources': {**resources, 'job_recovery': recovery},
     'file_mounts': {
@@ -78,24 +84,27 @@ def _task(point, local, bucket, resources) -> dict[str, Any]:
     'setup': f'pip install -e .[{"tpu" if tpu else "gpu"}]',
     'run': '\n'.join(
       [
-        f'mkdir -p {shlex.quote(entry)}',
+        f'mkdir -p {" ".join(entries)}',
         f'cp -n /tmp/sweep.json {MOUNT}/sweep.json',
-        'python -m gqa.launch.runner --patience=120 '
-        f'--directory={shlex.quote(entry)}',
+        f'python -m gqa.launch.runner --patience=120{options} '
+        f'--directory={entries[0]}',
       ]
     ),
   }
 
 
-def _components(points: Sequence[layout.Point]) -> list[list[layout.Point]]:
-  """Points that hang together, in the sweep's order."""
-  group = {point.index: {point.index} for point in points}
-  for point in points:
-    for index in point.after:
-      joined = group[point.index] | group[index]
+def _components(
+  units: Sequence[tuple[layout.Point, ...]],
+) -> list[list[tuple[layout.Point, ...]]]:
+  """Units that hang together, in the sweep's order."""
+  of = {point.index: i for i, unit in enumerate(units) for point in unit}
+  group = {i: {i} for i in range(len(units))}
+  for i, unit in enumerate(units):
+    for index in unit[0].after:
+      joined = group[i] | group[of[index]]
       group |= dict.fromkeys(joined, joined)
   unique = {min(members): sorted(members) for members in group.values()}
-  return [[points[i] for i in unique[first]] for first in sorted(unique)]
+  return [[units[i] for i in unique[first]] for first in sorted(unique)]
 
 
 def _job_name(local: pathlib.Path, name: str) -> str:

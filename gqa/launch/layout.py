@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -91,9 +92,42 @@ class Sweep:
         return point
     raise ValueError(f'{self.workdir} has no point {name!r}.')
 
+  def units(self, together: bool) -> list[tuple[Point, ...]]:
+    """What is started at once: a point, or those that differ by their seed.
+
+    Args:
+      together: whether training points of one config share a program.
+    """
+    units: dict[Any, list[Point]] = {}
+    for point in self.points:
+      what = point.index
+      if together and point.verb == 'train' and 'seed' in point.overrides:
+        rest = {k: v for k, v in point.overrides.items() if k != 'seed'}
+        what = json.dumps([point.config, rest], sort_keys=True)
+      units.setdefault(what, []).append(point)
+    return [tuple(unit) for unit in units.values()]
+
   def states(self) -> list[dict[str, Any]]:
     """How each point stands."""
     return [read_state(self.directory(point)) for point in self.points]
+
+
+def command_of(unit: Sequence[Point]) -> str:
+  """One line for a shell that runs the points of a unit."""
+  if len(unit) == 1:
+    return unit[0].command
+  words, given = [], ('--config.seed=', '--workdir=')
+  for word in shlex.split(unit[0].command):
+    if not word.startswith(given):
+      words.append(word)
+  seeds = ','.join(str(point.overrides['seed']) for point in unit)
+  workdirs = [
+    word
+    for point in unit
+    for word in shlex.split(point.command)
+    if word.startswith('--workdir=')
+  ]
+  return shlex.join([*words, f'--seeds={seeds}', *workdirs])
 
 
 def open_sweep(workdir: Path) -> Sweep:

@@ -17,22 +17,27 @@ _PERIOD = 0.5  # seconds between two looks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run(sweep: layout.Sweep, slots: Sequence[Slot]) -> int:
+def run(
+  sweep: layout.Sweep, slots: Sequence[Slot], together: bool = False
+) -> int:
   """Runs what is not done, as far as it goes; returns an exit code.
 
   A signal stops all points, which save where they can; a second one kills
-  them. Points that another launcher runs are waited for.
+  them. Points that another launcher runs are waited for. If `together`, the
+  seeds of a config run as one process.
 
   Returns:
     0 if all points are done; 75 if some were stopped and go on by the same
     command; 1 if some failed.
   """
-  return _Local(sweep, slots).run()
+  return _Local(sweep, slots, together).run()
 
 
 class _Local:
-  def __init__(self, sweep, slots):
-    self._sweep = sweep
+  def __init__(self, sweep, slots, together):
+    self._sweep, self._together = sweep, together
+    units = sweep.units(together)
+    self._unit_of = {point.index: unit for unit in units for point in unit}
     self._free = list(reversed(slots))
     self._running: dict[int, tuple[subprocess.Popen, Slot]] = {}
     self._tried: set[int] = set()  # a point is started once in a launch
@@ -102,6 +107,10 @@ class _Local:
       return False
     if any(states[i]['state'] != layout.DONE for i in point.after):
       return False
+    if any(
+      other.index in self._running for other in self._unit_of[point.index]
+    ):
+      return False
     return lock.holder(self._sweep.directory(point) / '.lock') is None
 
   def _spawn(self, point, slot: Slot) -> subprocess.Popen:
@@ -113,6 +122,7 @@ class _Local:
       f'--directory={directory}',
       '--tethered',
       f'--cores={",".join(map(str, slot.cores))}',
+      f'--seeds_together={self._together}',
     ]
     with open(directory / 'log.txt', 'ab') as log:
       return subprocess.Popen(

@@ -11,6 +11,7 @@ that it waits for is not done; others are the failure's own.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -49,6 +51,7 @@ def run_point(
   prefix: str = '',
   patience: float = 2.0,
   tethered: bool = False,
+  together: bool = False,
 ) -> int:
   """Runs a point unless it has ended; returns an exit code as above.
 
@@ -58,6 +61,8 @@ def run_point(
     patience: seconds to wait for somebody who holds the point.
     tethered: whether the end of standard input stops it, so that it does not
       outlive the launcher that has the other end.
+    together: whether to run with it those that differ by their seed alone, as
+      one process. If that fails each of them runs alone, to tell which failed.
   """
   directory = pathlib.Path(directory).absolute()
   sweep = layout.open_sweep(directory.parent)
@@ -68,34 +73,75 @@ def run_point(
     if state != layout.DONE:
       print(f'{point.name} waits for {other.name}, which is {state}.')
       return BLOCKED
-  held = lock.Lock(directory / '.lock')
-  if not held.acquire(patience):
-    print(f'{point.name} is run by {lock.holder(directory / ".lock")}.')
-    return BUSY
-  try:
-    state = layout.read_state(directory)
-    if state['state'] == layout.DONE:
-      return 0
-    if state['state'] == layout.FAILED:
-      return state['exit_code'] or 1
-    return _Attempt(sweep, point, state, prefix, held).run(tethered)
-  finally:
-    held.release()
+  how = prefix, patience, tethered
+  unit = next(unit for unit in sweep.units(together) if point in unit)
+  result, left = _attempt(sweep, point, unit, *how)
+  for alone in left:
+    code, _ = _attempt(sweep, alone, (alone,), *how)
+    if code == STOPPED:
+      return code
+    result = result or code
+  return result
+
+
+def _attempt(
+  sweep, point, unit, prefix, patience, tethered
+) -> tuple[int, Sequence[layout.Point]]:
+  """Runs a point and what it can of its unit, as one process.
+
+  Returns:
+    (exit code, the points that are to be tried alone).
+  """
+  with contextlib.ExitStack() as stack:
+    members = []
+    for member in sorted(unit, key=lambda other: other != point):
+      directory = sweep.directory(member)
+      own = lock.Lock(directory / '.lock')
+      if not own.acquire(patience if member == point else 0.0):
+        if member == point:
+          print(f'{point.name} is run by {lock.holder(directory / ".lock")}.')
+          return BUSY, ()
+        continue
+      stack.callback(own.release)
+      state = layout.read_state(directory)
+      if state['state'] not in (layout.DONE, layout.FAILED):
+        members.append(
+          _Member(member, directory, own.fd, state['attempts'] + 1)
+        )
+      elif member == point:
+        failed = state['state'] == layout.FAILED
+        return (state['exit_code'] or 1) if failed else 0, ()
+    members.sort(key=lambda member: member.point.index)
+    attempt = _Attempt(sweep, members, prefix)
+    code = attempt.run(tethered)
+    if len(members) == 1 or attempt.ended:
+      return code, ()
+    return 0, [member.point for member in members]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+  """A point of an attempt."""
+
+  point: layout.Point
+  directory: pathlib.Path
+  fd: int  # of its lock
+  attempts: int  # with this one
 
 
 class _Attempt:
-  """One life of a point's command."""
+  """One life of a command, of a point or of several."""
 
-  def __init__(self, sweep, point, state, prefix, held):
-    self._directory = sweep.directory(point)
-    self._sweep, self._point, self._held = sweep, point, held
-    self._argv = shlex.split(prefix) + shlex.split(point.command)
+  def __init__(self, sweep, members, prefix):
+    self.ended = True  # or each member is to be tried alone
+    self._sweep, self._members = sweep, members
+    command = layout.command_of([member.point for member in members])
+    self._argv = shlex.split(prefix) + shlex.split(command)
     self._stopping = False
     self._process: subprocess.Popen | None = None
     self._state = {
       'state': layout.RUNNING,
       'exit_code': None,
-      'attempts': state['attempts'] + 1,
       'started': time.time(),
       'ended': None,
       'host': socket.gethostname(),
@@ -106,15 +152,21 @@ class _Attempt:
     """Starts the command, waits for its end and writes down what it was."""
     for number in _SIGNALS:
       signal.signal(number, self._stop)
-    self._save()
-    # In a cloud nobody has made the directory before.
-    layout.write_json(self._directory / 'point.json', self._point.to_dict())
-    if self._point.verb == 'convert':
-      _clear(self._directory)
-    log_path = self._directory / 'log.txt'
-    with open(log_path, 'ab') as log:
+    for member in self._members:
+      self._save(member)
+      # In a cloud nobody has made the directory before.
+      entry = member.point.to_dict()
+      layout.write_json(member.directory / 'point.json', entry)
+      if member.point.verb == 'convert':
+        _clear(member.directory)
+    first, *others = self._members
+    for member in others:
+      with open(member.directory / 'log.txt', 'ab') as log:
+        what = f'with {first.point.name}, whose log has what it printed'
+        log.write(_headline(member, what))
+    with open(first.directory / 'log.txt', 'ab') as log:
       start = log.tell()
-      log.write(f'{self._headline()}\n'.encode())
+      log.write(_headline(first, shlex.join(self._argv)))
       log.flush()
       code = self._run(log, tethered)
     self._end(code, start)
@@ -133,7 +185,9 @@ class _Attempt:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        pass_fds=(self._held.fd,),  # the point is taken while it lives
+        pass_fds=[
+          member.fd for member in self._members
+        ],  # the points are taken while it lives
       )
     except OSError as error:
       log.write(f'error: {error}\n'.encode())
@@ -143,16 +197,6 @@ class _Attempt:
     if tethered:
       threading.Thread(target=self._watch_launcher, daemon=True).start()
     return self._process.wait()
-
-  def _headline(self) -> str:
-    when = time.strftime('%Y-%m-%d %H:%M:%S')
-    shown = [
-      f'{name}={os.environ[name]}'
-      for name in ('CUDA_VISIBLE_DEVICES', 'TPU_VISIBLE_CHIPS')
-      if name in os.environ
-    ]
-    attempt = f'attempt {self._state["attempts"]} on {self._state["host"]}'
-    return f'[{when}] {attempt}: {" ".join([*shown, shlex.join(self._argv)])}'
 
   def _stop(self, number, frame) -> None:
     del number, frame
@@ -172,19 +216,28 @@ class _Attempt:
       name = layout.DONE
     elif stopped or self._stopping:
       name = layout.STOPPED
+    elif len(self._members) > 1:
+      name, self.ended = layout.STOPPED, False
     else:
       name = layout.FAILED
-    verb = self._point.verb
-    self._state |= {
-      'state': name,
-      'exit_code': code,
-      'ended': time.time(),
-      'metrics': outcome.metrics(verb, self._directory, log_start),
-    }
-    self._save()
+    self._state |= {'state': name, 'exit_code': code, 'ended': time.time()}
+    for member in self._members:
+      verb = member.point.verb
+      found = outcome.metrics(verb, member.directory, log_start)
+      self._save(member, metrics=found)
 
-  def _save(self) -> None:
-    layout.write_json(self._directory / 'state.json', self._state)
+  def _save(self, member: _Member, **more: Any) -> None:
+    state = self._state | {'attempts': member.attempts} | more
+    layout.write_json(member.directory / 'state.json', state)
+
+
+def _headline(member: _Member, what: str) -> bytes:
+  """The line before what an attempt prints."""
+  when = time.strftime('%Y-%m-%d %H:%M:%S')
+  names = ('CUDA_VISIBLE_DEVICES', 'TPU_VISIBLE_CHIPS')
+  shown = [f'{n}={os.environ[n]}' for n in names if n in os.environ]
+  attempt = f'attempt {member.attempts} on {socket.gethostname()}'
+  return f'[{when}] {attempt}: {" ".join([*shown, what])}\n'.encode()
 
 
 def _clear(directory: pathlib.Path) -> None:
@@ -204,7 +257,13 @@ def main(argv: Any) -> int:
   flag = flags.FLAGS
   if flag.cores:
     os.sched_setaffinity(0, {int(core) for core in flag.cores})
-  return run_point(flag.directory, flag.prefix, flag.patience, flag.tethered)
+  return run_point(
+    flag.directory,
+    flag.prefix,
+    flag.patience,
+    flag.tethered,
+    flag.seeds_together,
+  )
 
 
 def _define_flags():
@@ -212,6 +271,9 @@ def _define_flags():
   flags.DEFINE_string('prefix', '', 'words before the command')
   flags.DEFINE_float('patience', 2.0, 'seconds to wait for who holds the point')
   flags.DEFINE_bool('tethered', False, 'stop at the end of standard input')
+  flags.DEFINE_bool(
+    'seeds_together', False, 'run with it what differs by its seed alone'
+  )
   flags.DEFINE_list('cores', [], 'CPU cores to use; all')
 
 

@@ -31,7 +31,7 @@ points=(
 {points}
 )
 cd {cwd} || exit
-{python} -m gqa.launch.runner --patience=120 \\
+{python} -m gqa.launch.runner --patience=120{options} \\
   --prefix='srun --kill-on-bad-exit=0 --wait=0' \\
   --directory={workdir}/"${{points[SLURM_ARRAY_TASK_ID]}}"
 code=$?
@@ -45,7 +45,10 @@ exit $code
 
 
 def submit(
-  sweep: layout.Sweep, parallel: int | None, options: Sequence[str]
+  sweep: layout.Sweep,
+  parallel: int | None,
+  options: Sequence[str],
+  together: bool = False,
 ) -> list[str]:
   """Submits what is not done and not in the queue; returns the new jobs' ids.
 
@@ -53,6 +56,7 @@ def submit(
     sweep: whose workdir all nodes see under the same path.
     parallel: tasks of an array that run at once; None for all.
     options: of sbatch, such as '--partition=gpu'.
+    together: whether a task runs all seeds of a config.
 
   Raises:
     ValueError: sbatch refuses, or is not there.
@@ -67,15 +71,17 @@ def submit(
     jobs = _jobs(sweep)
     jobs_of = _queued(jobs)  # point -> id of the array that will run it
     new = []
-    for stage in _stages(sweep, jobs_of):
+    for stage in _stages(sweep, jobs_of, together):
       for start in range(0, len(stage), _ARRAY):
         part = stage[start : start + _ARRAY]
-        waits = {jobs_of[i] for p in part for i in p.after if i in jobs_of}
-        job = _sbatch(sweep, part, parallel, options, sorted(waits))
-        jobs.append({'job': job, 'points': [point.index for point in part]})
+        after = {i for unit in part for i in unit[0].after}
+        waits = sorted({jobs_of[i] for i in after if i in jobs_of})
+        job = _sbatch(sweep, part, parallel, options, waits, together)
+        tasks = [[point.index for point in unit] for unit in part]
+        jobs.append({'job': job, 'points': tasks})
         # Written at once: what is in the queue is known if the next one fails.
         layout.write_json(sweep.workdir / _FILE, jobs)
-        jobs_of |= {point.index: job for point in part}
+        jobs_of |= {index: job for task in tasks for index in task}
         new.append(job)
   return new
 
@@ -103,33 +109,38 @@ def watch(sweep: layout.Sweep) -> int:
 
 
 def _stages(
-  sweep: layout.Sweep, queued: Mapping[int, str]
-) -> list[list[layout.Point]]:
-  """The points to submit, by how many others each waits for in a row."""
+  sweep: layout.Sweep, queued: Mapping[int, str], together: bool
+) -> list[list[tuple[layout.Point, ...]]]:
+  """What to submit, by how many others each waits for in a row."""
   depth: dict[int, int] = {}
-  stages: dict[int, list[layout.Point]] = {}
-  for point, state in zip(sweep.points, sweep.states(), strict=True):
-    ended = (layout.DONE, layout.FAILED, layout.RUNNING)
-    if state['state'] in ended or point.index in queued:
-      continue
-    before = (depth.get(index, -1) for index in point.after)
-    depth[point.index] = 1 + max(before, default=-1)
-    stages.setdefault(depth[point.index], []).append(point)
+  stages: dict[int, list[tuple[layout.Point, ...]]] = {}
+  states, ended = sweep.states(), (layout.DONE, layout.FAILED, layout.RUNNING)
+  for unit in sweep.units(together):
+    left = tuple(
+      point
+      for point in unit
+      if states[point.index]['state'] not in ended and point.index not in queued
+    )
+    if left:
+      level = 1 + max((depth.get(i, -1) for i in left[0].after), default=-1)
+      depth |= {point.index: level for point in left}
+      stages.setdefault(level, []).append(left)
   return [stages[level] for level in sorted(stages)]
 
 
-def _sbatch(sweep, points, parallel, options, waits) -> str:
+def _sbatch(sweep, units, parallel, options, waits, together) -> str:
   quote = shlex.quote
   script = _SCRIPT.format(
     name=quote(sweep.workdir.name),
     workdir=quote(str(sweep.workdir)),
-    points='\n'.join(quote(point.name) for point in points),
+    points='\n'.join(quote(unit[0].name) for unit in units),
     cwd=quote(sweep.cwd),
     python=quote(sys.executable),
     stopped=runner.STOPPED,
+    options=' --seeds_together' if together else '',
   )
   limit = f'%{parallel}' if parallel else ''
-  command = ['sbatch', '--parsable', f'--array=0-{len(points) - 1}{limit}']
+  command = ['sbatch', '--parsable', f'--array=0-{len(units) - 1}{limit}']
   if waits:
     # Not afterok: a failed point holds up only those that wait for it, which
     # they find out themselves.
@@ -161,7 +172,7 @@ def _queued(jobs: Sequence[Mapping[str, Any]]) -> dict[int, str]:
   queued = {}
   tasks = {tuple(line.split()) for line in listed.stdout.splitlines()}
   for job in jobs:
-    for task, index in enumerate(job['points']):
+    for task, indexes in enumerate(job['points']):
       if (job['job'], str(task)) in tasks:
-        queued[index] = job['job']
+        queued |= dict.fromkeys(indexes, job['job'])
   return queued
