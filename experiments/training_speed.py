@@ -26,11 +26,19 @@ SHAPES = {
   'm110': types.SimpleNamespace(
     embed=768, layers=12, heads=12, mlp=2048, vocab=32000, length=512, batch=4
   ),
+  # configs/tiny.py, and an eighth of its batch.
+  'tiny': types.SimpleNamespace(
+    embed=128, layers=4, heads=8, mlp=352, vocab=258, length=256, batch=16
+  ),
+  'tiny_eighth': types.SimpleNamespace(
+    embed=128, layers=4, heads=8, mlp=352, vocab=258, length=128, batch=4
+  ),
 }
 SYSTEMS = {
   # name: (program, options)
   'gqa': ('gqa', {}),
   'gqa, 1 of all KV heads': ('gqa', {'num_kv_heads': 1}),
+  'gqa, 3 seeds together': ('gqa', {'seeds': 3}),
   'gqa bf16': ('gqa', {'dtype': 'bfloat16'}),
   'transformers': ('transformers', {}),
   'transformers, kept memory': ('transformers', {'keep_memory': True}),
@@ -75,8 +83,11 @@ def gqa_program(shape, options):
   key = jax.random.key(0)
   make = lambda: update.init_state(model_config, optimizer, key)
   shardings = sharding.state_shardings(jax.eval_shape(make), mesh, model_config)
-  state = jax.jit(make, out_shardings=shardings)()
-  steps = update.Steps(step, mesh, shardings)
+  seeds = options.get('seeds', 1)
+  steps = update.Steps(step, mesh, shardings, seeds)
+  init = jax.jit(make, out_shardings=shardings)
+  state = steps.join([init() for _ in range(seeds)])
+  keys = steps.keys([key] * seeds)
   rng = np.random.default_rng(0)
   size = (options['steps'], shape.batch, shape.length)
   tokens = rng.integers(0, shape.vocab, size, dtype=np.int32)
@@ -87,13 +98,13 @@ def gqa_program(shape, options):
     'segments': np.ones(size, np.int32),
     'weights': np.ones(size, np.float32),
   }
-  batch = steps.put([batch])
+  batch = steps.put([batch] * seeds)
 
   def run():
     nonlocal state
     with jax.set_mesh(mesh):
-      state, values = steps.update(state, batch, key)
-      return float(values['train/loss'][-1])
+      state, values = steps.update(state, batch, keys)
+      return float(values['train/loss'][-1].mean())
 
   return run
 
@@ -315,8 +326,11 @@ def main(argv):
 
 def report(f, shape, seconds, losses, peaks):
   """Prints one JSON line for each system."""
-  tokens = shape.batch * shape.length * f.steps
-  speed = {n: tokens / statistics.median(s) for n, s in seconds.items()}
+  tokens = {
+    n: shape.batch * shape.length * f.steps * SYSTEMS[n][1].get('seeds', 1)
+    for n in seconds
+  }
+  speed = {n: tokens[n] / statistics.median(s) for n, s in seconds.items()}
   peers = [v for n, v in speed.items() if 'gqa' not in n and 'bf16' not in n]
   flops = flops_per_token(shape)
   for name in seconds:
@@ -324,8 +338,8 @@ def report(f, shape, seconds, losses, peaks):
       'system': name,
       'shape': f.shape,
       'tokens_per_second': round(speed[name], 1),
-      'low': round(tokens / max(seconds[name]), 1),
-      'high': round(tokens / min(seconds[name]), 1),
+      'low': round(tokens[name] / max(seconds[name]), 1),
+      'high': round(tokens[name] / min(seconds[name]), 1),
       'over_best_float32_peer': round(speed[name] / max(peers), 3)
       if peers
       else None,

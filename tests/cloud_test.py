@@ -28,6 +28,7 @@ def _steps():
   converted = Step('convert', {'source': parent, 'num_kv_heads': 2})
   yield from (parent, converted, Step('train', {'init_from': converted}))
   yield Step('train', {'seed': 1, 'model.num_kv_heads': (4, 2, 2, 1)})
+  yield Step('train', {'seed': 2, 'model.num_kv_heads': (4, 2, 2, 1)})
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def written(tmp_path, monkeypatch):
   """Writes task files; returns the sweep, their content and the script."""
   monkeypatch.chdir(ROOT)
 
-  def write(resources, bucket='my-bucket'):
+  def write(resources, bucket='my-bucket', together=False):
     steps = [
       step if step.verb != 'train' else Step('train', step.overrides, 'x.py')
       for step in _steps()
@@ -44,7 +45,7 @@ def written(tmp_path, monkeypatch):
     steps[2] = Step('train', {'init_from': steps[1]}, 'x.py')
     points = experiment.expand(steps, cloud.MOUNT, 'python')
     sweep = layout.make_sweep(tmp_path / 'my sweep', 'x.py', '', '.', points)
-    *files, script = cloud.write(sweep, bucket, resources)
+    *files, script = cloud.write(sweep, bucket, resources, together)
     return sweep, files, script
 
   return write
@@ -59,6 +60,7 @@ def test_what_hangs_together_is_a_pipeline_and_the_rest_a_file_each(written):
   assert [path.name for path in files] == [
     '000-pipeline.yaml',
     '003-seed=1,num_kv_heads=4-2-2-1.yaml',
+    '004-seed=2,num_kv_heads=4-2-2-1.yaml',
   ]
   head, *tasks = _documents(files[0])
   assert list(head) == ['name'] and len(tasks) == 3
@@ -73,8 +75,20 @@ def test_what_hangs_together_is_a_pipeline_and_the_rest_a_file_each(written):
   }
   done = subprocess.run(['bash', '-n', script], capture_output=True)
   assert (
-    done.returncode == 0 and script.read_text().count('sky jobs launch') == 2
+    done.returncode == 0 and script.read_text().count('sky jobs launch') == 3
   )
+
+
+def test_seeds_together_share_a_task(written):
+  _, files, _ = written(TPU, together=True)
+  assert [path.name for path in files] == [
+    '000-pipeline.yaml',
+    '003-seed=1,num_kv_heads=4-2-2-1.yaml',
+  ]
+  (task,) = _documents(files[1])
+  made, _, run = task['run'].rstrip().split('\n')
+  assert all(f'/{i}-seed=' in made for i in ('003', '004'))
+  assert '--seeds_together --directory=/runs/003-' in run
 
 
 def test_a_bucket_that_exists_is_mounted_and_gpus_bring_their_packages(written):

@@ -18,7 +18,7 @@ import time
 import pytest
 
 from gqa import points
-from gqa.launch import layout, lock, outcome, runner, slots, table
+from gqa.launch import layout, lock, outcome, runner, slots, slurm, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Counts to TOTAL, goes on where it was stopped, and notes each of its lives.
@@ -548,3 +548,17 @@ def test_seeds_run_alone_unless_told_otherwise(tmp_path):
   assert [len(unit) for unit in sweep.units(True)] == [2, 2]
   for unit in sweep.units(False):
     assert layout.command_of(unit) == unit[0].command
+
+
+def test_a_task_of_slurm_has_the_seeds_that_are_left(tmp_path):
+  sweep = _make_seeds(tmp_path, (0, 1, 5))
+  done = {'state': layout.DONE, 'attempts': 1, 'exit_code': 0}
+  layout.write_json(sweep.workdir / '003/state.json', done)
+
+  def tasks(queued, together):
+    stages = slurm._stages(sweep, queued, together)
+    return [[[p.index for p in unit] for unit in units] for units in stages]
+
+  assert tasks({}, True) == [[[0, 1, 2], [4, 5]]]
+  assert tasks({1: '77'}, True) == [[[0, 2], [4, 5]]]
+  assert tasks({1: '77'}, False) == [[[0], [2], [4], [5]]]
