@@ -151,4 +151,4 @@ def test_the_parser_of_skypilot_takes_the_files(resources, written):
     timeout=120,
   )
   assert done.returncode == 0, done.stderr
-  assert done.stdout.count(' gqa-my-sweep-') == 4
+  assert done.stdout.count(' gqa-my-sweep-') == 5
