@@ -156,6 +156,17 @@ def test_seeds_in_one_program_equal_separate_runs(
     assert workdir_lib.load_config(workdir)['seed'] == seed
 
 
+def test_the_seed_decides_the_first_parameters(config, tmp_path):
+  queries = []
+  for name, seed in (('a', 0), ('b', 1), ('c', 1)):
+    config.seed = seed
+    with train.Run(config, tmp_path / name) as run:
+      layer = run.state.params['layer_0']
+      queries.append(np.asarray(layer['attention']['query']['kernel']))
+  assert np.abs(queries[0] - queries[1]).max() > 1e-3
+  np.testing.assert_array_equal(queries[1], queries[2])
+
+
 @pytest.mark.parametrize(
   ('seeds', 'workdirs', 'words'),
   [
