@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gqa import attention
+from gqa import attention, blockwise
 from gqa import cache as cache_lib
+from gqa import scores as scores_lib
 from gqa.cache import LayerCache
 
 BLOCK = 256  # slots read at a time
@@ -85,7 +86,7 @@ def attend(
       implementation=implementation,
     )
     return out, stored
-  among, among_lse = attention.blockwise_with_lse(
+  among, among_lse = blockwise.blockwise_with_lse(
     q, k, v, segments, window, softcap=softcap
   )
   past, past_lse = over_cache(
@@ -163,9 +164,9 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
       recent = queries[:, None] - tokens[None, :] < window
       visible = visible & recent[None]
     scores, values, scale = _block_scores(q, layer, at, count)
-    scores = attention.capped(scores, softcap)
+    scores = scores_lib.capped(scores, softcap)
     mask = visible[:, None, None]  # [B, 1, 1, 1 or T, count]
-    scores = jnp.where(mask, scores, attention.MASKED)
+    scores = jnp.where(mask, scores, scores_lib.MASKED)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     weights = jnp.exp(scores - new_top[..., None])
     weights = jnp.where(mask, weights, 0.0)
@@ -187,7 +188,7 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
 
   nothing = (
     jnp.zeros(q.shape, jnp.float32),
-    jnp.full(q.shape[:-1], attention.MASKED, jnp.float32),
+    jnp.full(q.shape[:-1], scores_lib.MASKED, jnp.float32),
     jnp.zeros(q.shape[:-1], jnp.float32),
   )
   if block == size:
@@ -200,7 +201,7 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     out, top, total = by_blocks()
   seen = total > 0
   total = jnp.where(seen, total, 1.0)
-  lse = jnp.where(seen, top + jnp.log(total), attention.MASKED)
+  lse = jnp.where(seen, top + jnp.log(total), scores_lib.MASKED)
   return out / total[..., None], lse
 
 

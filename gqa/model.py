@@ -1,4 +1,5 @@
-"""The decoder: modules own parameters, the arithmetic is `attention.py`'s.
+"""The decoder: modules own parameters, the arithmetic is `rope.py`'s and
+`attention.py`'s.
 
 Every parameter tree has the same four attention kernels, query, key, value
 and out, whatever num_kv_heads is: converting a checkpoint changes the shape
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from gqa import attention, cached_attention, linear, sharding
+from gqa import attention, cached_attention, linear, rope, sharding
 from gqa.cache import KVCache, LayerCache, check_room
 from gqa.config import ModelConfig
 
@@ -120,7 +121,7 @@ class Attention(nn.Module):
   def __call__(
     self,
     x: jax.Array,
-    rotation: attention.Rotation | None,
+    rotation: rope.Rotation | None,
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
@@ -135,8 +136,8 @@ class Attention(nn.Module):
       q = self._normalize(q, 'query_norm')
       k = self._normalize(k, 'key_norm')
     if rotation is not None:
-      q = attention.apply_rope(q, rotation)
-      k = attention.apply_rope(k, rotation)
+      q = rope.apply_rope(q, rotation)
+      k = rope.apply_rope(k, rotation)
     q = q * jnp.asarray((c.query_scale_dim or H) ** -0.5, q.dtype)
     q = sharding.constrain(q, ('batch', None, 'heads', None))
     k = sharding.constrain(k, ('batch', None, 'kv_heads', None))
@@ -241,7 +242,7 @@ class Layer(nn.Module):
   def __call__(
     self,
     x: jax.Array,
-    rotation: attention.Rotation | None,
+    rotation: rope.Rotation | None,
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
@@ -379,7 +380,7 @@ def _rotations(c, positions, dtype):
   """RoPE's rotation in layers that are not local and in those that are."""
   if c.position != 'rope':
     return None, None
-  frequencies = attention.rope_frequencies(
+  frequencies = rope.rope_frequencies(
     c.rope_dim,
     c.rope_theta,
     c.rope_scaling,
@@ -388,13 +389,13 @@ def _rotations(c, positions, dtype):
     slow_turns=c.rope_slow_turns,
     fast_turns=c.rope_fast_turns,
   )
-  angles = attention.rope_angles(positions, frequencies)
-  rotation = attention.rotation(angles, dtype, c.rope_magnitude)
+  angles = rope.rope_angles(positions, frequencies)
+  rotation = rope.rotation(angles, dtype, c.rope_magnitude)
   if c.rope_local_theta is None:
     return rotation, None
-  local = attention.rope_frequencies(c.rope_dim, c.rope_local_theta)
-  angles = attention.rope_angles(positions, local)
-  return rotation, attention.rotation(angles, dtype)
+  local = rope.rope_frequencies(c.rope_dim, c.rope_local_theta)
+  angles = rope.rope_angles(positions, local)
+  return rotation, rope.rotation(angles, dtype)
 
 
 class Embedding(nn.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gqa import attention
+from gqa import attention, blockwise, rope
 
 B, N, H = 2, 4, 8
 
@@ -50,9 +50,9 @@ IMPLEMENTATIONS = {
   'fused': lambda *a: attention.attention(
     *a[:4], window=a[4], implementation='fused'
   ),
-  'unrolled': lambda *a: attention.blockwise_attention(*a, 7),
+  'unrolled': lambda *a: blockwise.blockwise_attention(*a, 7),
   # 19 tokens are more than 16 blocks of one.
-  'looped': lambda *a: attention.blockwise_attention(*a, 1),
+  'looped': lambda *a: blockwise.blockwise_attention(*a, 1),
 }
 
 
@@ -103,10 +103,10 @@ def test_a_softcap_bounds_scores_forward_and_backward():
       softcap=softcap,
       implementation='einsum',
     ),
-    'unrolled': lambda q, k, v: attention.blockwise_attention(
+    'unrolled': lambda q, k, v: blockwise.blockwise_attention(
       q, k, v, segments, window, 7, softcap
     ),
-    'looped': lambda q, k, v: attention.blockwise_attention(
+    'looped': lambda q, k, v: blockwise.blockwise_attention(
       q, k, v, segments, window, 1, softcap
     ),
   }
@@ -144,7 +144,7 @@ def test_fused_attention_refuses_a_softcap_and_auto_goes_round_it():
 
 def test_loop_pads_a_last_block_without_nan():
   q, k, v, segments = make_inputs(2, 35, packed=True)  # 18 blocks of two
-  value = lambda *qkv: attention.blockwise_attention(
+  value = lambda *qkv: blockwise.blockwise_attention(
     *qkv, segments, None, 2
   ).sum()
   with jax.debug_nans(True):
@@ -157,7 +157,7 @@ def test_loop_pads_a_last_block_without_nan():
 def test_unrolled_program_has_no_full_score_matrix():
   T, block = 256, 32
   shape = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32)
-  value = lambda q, k, v: attention.blockwise_attention(
+  value = lambda q, k, v: blockwise.blockwise_attention(
     q, k, v, None, None, block
   ).sum()
   text = (
@@ -171,7 +171,7 @@ def test_half_precision_keeps_float32_accuracy_of_the_softmax():
   q, k, v, _ = make_inputs(2, 64, packed=False)
   half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
   exact = numpy_attention(*half)
-  out = attention.blockwise_attention(*half, None, None, 16)
+  out = blockwise.blockwise_attention(*half, None, None, 16)
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
 
@@ -190,11 +190,9 @@ def test_query_heads_read_kv_heads_in_blocks_never_in_tiles():
 
 def test_rope_scores_depend_on_distance_only():
   q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, H))
-  frequencies = attention.rope_frequencies(H, 10_000.0)
-  angles = lambda t: attention.rope_angles(jnp.array([[t]]), frequencies)
-  rotate = lambda x, t: attention.apply_rope(
-    x, attention.rotation(angles(t), x.dtype)
-  )
+  frequencies = rope.rope_frequencies(H, 10_000.0)
+  angles = lambda t: rope.rope_angles(jnp.array([[t]]), frequencies)
+  rotate = lambda x, t: rope.apply_rope(x, rope.rotation(angles(t), x.dtype))
   near = (rotate(q, 7) * rotate(k, 3)).sum()
   far = (rotate(q, 1007) * rotate(k, 1003)).sum()
   other = (rotate(q, 8) * rotate(k, 3)).sum()
@@ -204,22 +202,22 @@ def test_rope_scores_depend_on_distance_only():
 
 def test_rope_angles_stay_exact_beyond_what_bfloat16_can_count():
   positions = jnp.array([[256, 257, 4095]])
-  frequencies = attention.rope_frequencies(H, 10_000.0)
-  angles = attention.rope_angles(positions, frequencies)
+  frequencies = rope.rope_frequencies(H, 10_000.0)
+  angles = rope.rope_angles(positions, frequencies)
   exact = np.array([256, 257, 4095])[:, None] * 10_000.0 ** (
     -np.arange(0, H, 2) / H
   )
   np.testing.assert_allclose(np.cos(angles[0]), np.cos(exact), atol=4e-3)
   np.testing.assert_allclose(np.sin(angles[0]), np.sin(exact), atol=4e-3)
   ones = jnp.ones((1, 3, 1, H), jnp.bfloat16)
-  rotated = attention.apply_rope(ones, attention.rotation(angles, ones.dtype))
+  rotated = rope.apply_rope(ones, rope.rotation(angles, ones.dtype))
   assert (rotated[0, 0] != rotated[0, 1]).any()
 
 
 def test_partial_rope_leaves_the_rest_of_the_head():
   x = jax.random.normal(jax.random.key(0), (1, 3, 2, H))
-  frequencies = attention.rope_frequencies(4, 10_000.0)
-  angles = attention.rope_angles(jnp.array([[0, 5, 9]]), frequencies)
-  rotated = attention.apply_rope(x, attention.rotation(angles, x.dtype))
+  frequencies = rope.rope_frequencies(4, 10_000.0)
+  angles = rope.rope_angles(jnp.array([[0, 5, 9]]), frequencies)
+  rotated = rope.apply_rope(x, rope.rotation(angles, x.dtype))
   np.testing.assert_array_equal(rotated[..., 4:], x[..., 4:])
   assert (rotated[0, 1, :, :4] != x[0, 1, :, :4]).all()

@@ -12,7 +12,7 @@ PACKAGE = ROOT / 'gqa'
 # Module -> the modules of the package that it may import. A folder is one.
 ALLOWED = {
   '__init__': set(),
-  'attention': {'linear'},
+  'attention': {'blockwise', 'scores'},
   'benchmark': {
     'cells',
     'cli',
@@ -22,8 +22,9 @@ ALLOWED = {
     'runtime',
     'workers',
   },
+  'blockwise': {'linear', 'scores'},
   'cache': set(),
-  'cached_attention': {'attention', 'cache'},
+  'cached_attention': {'attention', 'blockwise', 'cache', 'scores'},
   'cells': {'cache', 'config', 'cost', 'devices', 'roofline'},
   'checkpoint': {'config', 'matching', 'model', 'sharding', 'workdir'},
   'claims': {'cost', 'devices', 'presets', 'roofline'},
@@ -76,10 +77,10 @@ ALLOWED = {
     'workdir',
   },
   'interop': {
-    'attention',
     'checkpoint',
     'cli',
     'config',
+    'rope',
     'tokenizer',
     'workdir',
   },
@@ -105,6 +106,7 @@ ALLOWED = {
     'cached_attention',
     'config',
     'linear',
+    'rope',
     'sharding',
   },
   'optim': set(),
@@ -143,6 +145,7 @@ ALLOWED = {
   'results': {'cells', 'metrics', 'tables'},
   'roofline': {'cost', 'devices'},
   'runtime': {'sharding'},
+  'rope': set(),
   'run': {
     'checkpoint',
     'config',
@@ -161,6 +164,7 @@ ALLOWED = {
     'workdir',
   },
   'sampling': set(),
+  'scores': set(),
   'sharding': set(),
   'stopping': set(),
   'sweep': {'cli', 'experiment', 'launch', 'runtime', 'sweep_checks'},

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from gqa.attention import rope_frequencies
 from gqa.config import ModelConfig
 from gqa.interop import families, gguf_tokenizer, hugging_face
 from gqa.interop.fields import Fields
 from gqa.interop.gguf_file import GgufFile
+from gqa.rope import rope_frequencies
 
 _MODEL_TYPES = {'llama': 'llama', 'qwen2': 'qwen2', 'gemma3': 'gemma3_text'}
 _NAMES = {
