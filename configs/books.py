@@ -28,7 +28,6 @@ def get_config():
   train.num_steps = 12_000
   train.batch_size = 8
   train.seq_len = 512
-  train.steps_per_call = 2
   train.log_every = 10
 
   config.optim.learning_rate = 2e-3

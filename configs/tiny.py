@@ -25,7 +25,6 @@ def get_config():
   train.num_steps = 400
   train.batch_size = 16
   train.seq_len = 256
-  train.steps_per_call = 5
   train.log_every = 20
 
   config.optim.learning_rate = 3e-3

@@ -65,7 +65,6 @@ def gqa_program(shape, options):
   config = base.get_config()
   config.compilation_cache = ''
   config.train.batch_size, config.train.seq_len = shape.batch, shape.length
-  config.train.steps_per_call = options['steps']
   config.model.update(
     vocab_size=shape.vocab,
     num_layers=shape.layers,
@@ -89,7 +88,7 @@ def gqa_program(shape, options):
   state = steps.join([init() for _ in range(seeds)])
   keys = steps.keys([key] * seeds)
   rng = np.random.default_rng(0)
-  size = (options['steps'], shape.batch, shape.length)
+  size = (1, shape.batch, shape.length)
   tokens = rng.integers(0, shape.vocab, size, dtype=np.int32)
   batch = {
     'tokens': tokens,
@@ -103,7 +102,8 @@ def gqa_program(shape, options):
   def run():
     nonlocal state
     with jax.set_mesh(mesh):
-      state, values = steps.update(state, batch, keys)
+      for _ in range(options['steps']):
+        state, values = steps.update(state, batch, keys)
       return float(values['train/loss'][-1].mean())
 
   return run
