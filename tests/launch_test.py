@@ -6,6 +6,7 @@ slurm_test.py has the real one.
 
 import concurrent.futures
 import functools
+import io
 import json
 import os
 import pathlib
@@ -562,3 +563,20 @@ def test_a_task_of_slurm_has_the_seeds_that_are_left(tmp_path):
   assert tasks({}, True) == [[[0, 1, 2], [4, 5]]]
   assert tasks({1: '77'}, True) == [[[0, 2], [4, 5]]]
   assert tasks({1: '77'}, False) == [[[0], [2], [4], [5]]]
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_the_live_table_replaces_itself_on_a_terminal_alone(tmp_path, terminal):
+  sweep = _make(tmp_path, _count(), _count())
+  stream = io.StringIO()
+  stream.isatty = lambda: terminal
+  live = table.Live(sweep, stream)
+  live.update(sweep.states())
+  first = stream.getvalue()
+  live.update(sweep.states())
+  live.clear()
+  rows = first.count('\n')
+  assert rows == (5 if terminal else 0)  # a head, a rule, two points, totals
+  taken_off = f'\x1b[{rows}A'
+  assert stream.getvalue().count(taken_off) == (2 if terminal else 0)
+  assert not terminal or stream.getvalue().endswith(f'{taken_off}\x1b[J')

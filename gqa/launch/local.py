@@ -59,6 +59,7 @@ class _Local:
           states = self._sweep.states()
         live.update(states)
         if not self._running and not self._goes_on(states):
+          live.clear()  # for the whole one
           return _exit_code(self._sweep, states)
         time.sleep(_PERIOD)
     finally:

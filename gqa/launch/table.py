@@ -87,6 +87,13 @@ class Live:
     print(line, file=self._stream, flush=True)
     self._lines = 0
 
+  def clear(self) -> None:
+    """Takes the table off a terminal."""
+    if self._lines:
+      self._stream.write(f'\x1b[{self._lines}A\x1b[J')
+      self._stream.flush()
+    self._lines = 0
+
   def _redraw(self, states) -> None:
     columns, lines = shutil.get_terminal_size()
     table = text(self._sweep, states, max(3, lines - 6)).split('\n')
