@@ -286,7 +286,10 @@ def test_a_good_pipeline_passes(write):
     ("yield {'model.num_kv_heads': 3}", 'must divide num_heads=8'),
     ("yield {'model.num_kv_heads': (8, 4)}", 'has 2 entries'),
     ("yield {'train.num_steps': 2.5}", 'train.num_steps=2.5'),
-    ("yield {'train.num_steps': 7}", 'multiple of train.steps_per_call'),
+    (
+      "yield {'train.num_steps': 47, 'train.steps_per_call': 5}",
+      'multiple of train.steps_per_call',
+    ),
     ("yield {'optim.name': 'sgd'}", 'sgd'),
     (
       "yield Step('convert', {'source': 'x', 'num_kv_heads': 2, 'how': 1})",
