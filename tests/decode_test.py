@@ -528,7 +528,7 @@ def test_steps_write_in_place_and_never_copy_the_cache(kind, num_kv_heads):
   compiled, size = compiled_advance(config, 4, 8192, kind)
   memory = compiled.memory_analysis()
   # One of the four arrays of the two layers would be a quarter.
-  assert memory.temp_size_in_bytes < size / 16
+  assert memory.temp_size_in_bytes < size / 8
   assert memory.alias_size_in_bytes >= size
 
 
