@@ -150,12 +150,21 @@ def _report(runs, steps, pending) -> None:
     run.report(last, steps.values_of(index, values))
 
 
+def _whole_numbers(seeds: Sequence[str]) -> list[int]:
+  try:
+    return [int(seed) for seed in seeds]
+  except ValueError:
+    raise ValueError(
+      f'--seeds={",".join(seeds)} must be whole numbers, such as 0,1,2.'
+    ) from None
+
+
 def main(argv):
   """Trains as the flags say."""
   del argv
   flag = flags.FLAGS
   runtime.start(flag.config)
-  seeds = [int(seed) for seed in flag.seeds] or [flag.config.seed]
+  seeds = _whole_numbers(flag.seeds) or [flag.config.seed]
   code = train_seeds(flag.config, seeds, flag.workdir, flag.allow_config_change)
   if jax.process_count() > 1:
     jax.distributed.shutdown()
@@ -171,7 +180,9 @@ def _define_flags():
     'directory of the run; one for each of --seeds',
     required=True,
   )
-  flags.DEFINE_list('seeds', [], 'train these together; else config.seed')
+  flags.DEFINE_list(
+    'seeds', [], 'of runs to train together, in place of config.seed'
+  )
   flags.DEFINE_bool(
     'allow_config_change', False, 'resume although the config differs'
   )

@@ -522,13 +522,13 @@ def test_steps_write_in_place_and_never_copy_the_cache(kind, num_kv_heads):
   config = make(
     head_dim=64,
     num_kv_heads=num_kv_heads,
-    max_len=9000,
+    max_len=17_000,
     sliding_window=4096 if kind == 'ring' else None,
   )
-  compiled, size = compiled_advance(config, 4, 8192, kind)
+  compiled, size = compiled_advance(config, 4, 16_384, kind)
   memory = compiled.memory_analysis()
   # One of the four arrays of the two layers would be a quarter.
-  assert memory.temp_size_in_bytes < size / 8
+  assert memory.temp_size_in_bytes < size / 16
   assert memory.alias_size_in_bytes >= size
 
 
