@@ -7,12 +7,13 @@ token reads a cache that is mostly live in one piece, which is up to three times
 as fast. Keys and values are read at their K heads, for the G query heads that
 share one in the same product.
 
-One new token is written first and then attends to the cache. Several new
-tokens attend to the cache and to each other apart, and the two results are
-merged by their log-sum-exp: a ring forgets a token that its first new
-neighbours still see, and among themselves new tokens need no cache.
-They see each other as the cache will show them, rounded to its type: it does
-not matter how a prompt is cut into chunks.
+One new token, or the last of several where no other's result is asked for, is
+written first and then attends to the cache. Several new tokens attend to the
+cache and to each other apart, and the two results are merged by their
+log-sum-exp: a ring forgets a token that its first new neighbours still see, and
+among themselves new tokens need no cache. They see each other as the cache will
+show them, rounded to its type: it does not matter how a prompt is cut into
+chunks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def attend(
   """Attends from T new tokens to all before them, and stores the new ones.
 
   Args:
-    q: [B, T, N, H], scaled and rotated.
+    q: [B, T, N, H], scaled and rotated; or [B, 1, N, H], of the last of them.
     k: [B, T, K, H], rotated.
     v: [B, T, K, H].
     layer: the layer's cache, with room for T tokens.
@@ -59,16 +60,16 @@ def attend(
     implementation: as in `attention.attention`, of a fresh cache.
 
   Returns:
-    [B, T, N, H] in q's dtype, finite for padding too; and the layer's cache.
+    Like q, finite for padding too; and the layer's cache.
   """
-  B, T, N, H = q.shape
-  K = k.shape[2]
+  B, Q, N, H = q.shape
+  T, K = k.shape[1:3]
   (k, k_scale), (v, v_scale) = (cache_lib.encode(layer, x) for x in (k, v))
   stored = cache_lib.write(layer, k, v, k_scale, v_scale, length)
-  grouped = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  if T == 1:
+  grouped = q.reshape(B, Q, K, N // K, H).transpose(0, 2, 3, 1, 4)
+  if Q == 1:
     out, _ = over_cache(
-      grouped, stored, length + 1, length, starts, window, softcap
+      grouped, stored, length + T, length + T - 1, starts, window, softcap
     )
     return _ungroup(out, q), stored
   k = cache_lib.decode(k, k_scale, q.dtype)
@@ -168,8 +169,9 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     mask = visible[:, None, None]  # [B, 1, 1, 1 or T, count]
     scores = jnp.where(mask, scores, scores_lib.MASKED)
     new_top = jnp.maximum(top, scores.max(axis=-1))
-    weights = jnp.exp(scores - new_top[..., None])
-    weights = jnp.where(mask, weights, 0.0)
+    # Above all that is masked, so that a row which sees nothing weighs 0.
+    base = jnp.maximum(new_top, 0.5 * scores_lib.MASKED)
+    weights = jnp.exp(scores - base[..., None])
     shrink = jnp.exp(top - new_top)
     total = total * shrink + weights.sum(axis=-1)
     if scale is not None:

@@ -93,15 +93,13 @@ def prefill(
   tokens = jnp.where(padding, 0, tokens)
   chunk_size = T if chunk_size is None else min(chunk_size, T)
   first = T % chunk_size or chunk_size  # the others are of one size
-  features, cache = _features(
-    params, config, cache, tokens[:, :first], fresh=True
+  last, cache = _features(
+    params, config, cache, tokens[:, :first], fresh=True, last_only=True
   )
-  last = features[:, -1:]
   if first < T:
 
     def read(carry, chunk):
-      features, cache = _features(params, config, carry[1], chunk)
-      return (features[:, -1:], cache), None
+      return _features(params, config, carry[1], chunk, last_only=True), None
 
     chunks = tokens[:, first:].reshape(B, -1, chunk_size).swapaxes(0, 1)
     (last, cache), _ = lax.scan(read, (last, cache), chunks)
@@ -405,23 +403,9 @@ def right_align(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
   return jax.vmap(shift)(jnp.asarray(tokens), jnp.asarray(lengths))
 
 
-def cast_params(params: Params, dtype: str) -> Params:
-  """Parameters for decoding in `dtype`: kernels and embeddings are cast.
-
-  Norms and biases stay float32. The config must have the same dtype: a kernel
-  of another one would be cast in every step.
-  """
-
-  def cast(path, x):
-    wide = path[-1].key in ('kernel', 'embedding')
-    return x.astype(dtype) if wide else x
-
-  return jax.tree_util.tree_map_with_path(cast, params)
-
-
-def _features(params, config, cache, tokens, fresh=False):
+def _features(params, config, cache, tokens, **options):
   return Decoder(config).apply(
-    {'params': params}, tokens, cache=cache, fresh=fresh, method='features'
+    {'params': params}, tokens, cache=cache, method='features', **options
   )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import dataclasses
 import os
 import pathlib
 import sys
@@ -72,16 +73,24 @@ class Cost:
     )
 
 
-def load(path: str, step: str = 'latest', devices: int = 1) -> Model:
-  """Opens a checkpoint.
+def load(
+  path: str,
+  step: str = 'latest',
+  devices: int = 1,
+  dtype: str | None = None,
+) -> Model:
+  """Opens a checkpoint, its parameters as `decoding_params` lays them out.
 
   Args:
     path: a workdir, or one of its checkpoints/<step>.
     step: 'latest', 'best' or a number.
     devices: how many split heads and MLP.
+    dtype: the compute type, the checkpoint's unless given.
   """
   raw = workdir_lib.load_config(path)
   config = ModelConfig.from_dict(raw['model'])
+  if dtype:
+    config = dataclasses.replace(config, dtype=dtype)
   tokenizer = tokenizer_lib.load(str(workdir_lib.locate(path)[0]))
   if 'interop' in raw:
     tokenizer.add_bos = raw['interop']['add_bos']
@@ -90,6 +99,7 @@ def load(path: str, step: str = 'latest', devices: int = 1) -> Model:
     jax.devices()[:devices],
   )
   params, _ = checkpoint.load_on_mesh(path, step, config, mesh)
+  params = model_lib.decoding_params(params, config.dtype, donate=True)
   return Model(params, config, tokenizer)
 
 
@@ -221,13 +231,7 @@ def main(argv):
   raw = workdir_lib.load_config(flag.checkpoint)
   runtime.keep_freed_memory()
   runtime.cache_compiled_programs(raw['compilation_cache'])
-  model = load(flag.checkpoint, flag.step, flag.model)
-  if flag.dtype:
-    params = decode.cast_params(model.params, flag.dtype)
-    config = ModelConfig.from_dict(
-      model.config.to_dict() | {'dtype': flag.dtype}
-    )
-    model = Model(params, config, model.tokenizer)
+  model = load(flag.checkpoint, flag.step, flag.model, flag.dtype)
   cost = Cost()
   pieces = stream(
     model,

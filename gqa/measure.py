@@ -114,7 +114,7 @@ def make_params(config: ModelConfig, dtype: str, seed: int) -> model_lib.Params:
   config = dataclasses.replace(config, dtype='float32')
 
   def make(key):
-    return decode.cast_params(model_lib.init_params(config, key), dtype)
+    return model_lib.decoding_params(model_lib.init_params(config, key), dtype)
 
   return jax.jit(make)(jax.random.key(seed))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import traverse_util
 
 from gqa import attention, cached_attention, linear, rope, sharding
 from gqa.cache import KVCache, LayerCache, check_room
@@ -32,11 +33,14 @@ ACTIVATIONS = {
 }
 
 
+OUT_INPUTS = 2  # axes that attention's output projection contracts: heads
+
+
 class Projection(nn.Module):
   """A kernel contracted with the trailing axes of its input, and a bias.
 
   `shape` is the kernel's; its first `inputs` axes are contracted. Parameters
-  are float32.
+  are float32. `decoding_params` may put the kernel's rows in its place.
   """
 
   shape: tuple[int, ...]
@@ -47,7 +51,9 @@ class Projection(nn.Module):
   def setup(self):
     fan_in = math.prod(self.shape[: self.inputs])
     init = nn.initializers.normal(self.init_scale * fan_in**-0.5)
-    self.kernel = self.param('kernel', init, self.shape, jnp.float32)
+    self.rows = self.get_variable('params', 'rows')
+    if self.rows is None:
+      self.kernel = self.param('kernel', init, self.shape, jnp.float32)
     if self.use_bias:
       self.bias = self.param(
         'bias', nn.initializers.zeros, self.shape[self.inputs :], jnp.float32
@@ -55,7 +61,10 @@ class Projection(nn.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., inputs] -> [..., outputs], in x's dtype."""
-    y = linear.project(x, self.kernel, self.inputs)
+    if self.rows is None:
+      y = linear.project(x, self.kernel, self.inputs)
+    else:
+      y = linear.project_rows(x, self.rows, self.inputs)
     if not self.use_bias:
       return y
     shape = (1,) * (y.ndim - self.bias.ndim) + self.bias.shape
@@ -103,6 +112,7 @@ class Past(NamedTuple):
   length: jax.Array  # of the KVCache, as starts
   starts: jax.Array
   fresh: bool  # whether length is known to be 0
+  last_only: bool  # whether only the last token's output is asked for
 
   @property
   def arrays(self):
@@ -125,18 +135,22 @@ class Attention(nn.Module):
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
-    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens."""
+    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens.
+
+    [B, 1, D] where `past.last_only`.
+    """
     c = self.config
     D, N, K, H = c.embed_dim, c.num_heads, self.num_kv_heads, c.head_dim
     query = Projection((D, N, H), use_bias=c.qkv_bias, name='query')
     key = Projection((D, K, H), use_bias=c.qkv_bias, name='key')
     value = Projection((D, K, H), use_bias=c.qkv_bias, name='value')
-    q, k, v = query(x), key(x), value(x)
+    last_only = past is not None and past.last_only
+    q, k, v = query(x[:, -1:] if last_only else x), key(x), value(x)
     if c.qk_norm:
       q = self._normalize(q, 'query_norm')
       k = self._normalize(k, 'key_norm')
     if rotation is not None:
-      q = rope.apply_rope(q, rotation)
+      q = rope.apply_rope(q, rotation.last() if last_only else rotation)
       k = rope.apply_rope(k, rotation)
     q = q * jnp.asarray((c.query_scale_dim or H) ** -0.5, q.dtype)
     q = sharding.constrain(q, ('batch', None, 'heads', None))
@@ -157,7 +171,7 @@ class Attention(nn.Module):
       layer = _constrain(layer)
     project = Projection(
       (N, H, D),
-      inputs=2,
+      inputs=OUT_INPUTS,
       use_bias=c.out_bias,
       init_scale=(2 * c.num_layers) ** -0.5,
       name='out',
@@ -246,7 +260,10 @@ class Layer(nn.Module):
     segments: jax.Array | None = None,
     past: Past | None = None,
   ) -> tuple[jax.Array, LayerCache | None]:
-    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens."""
+    """[B, T, D] -> [B, T, D], and the cache of `past` with T more tokens.
+
+    [B, 1, D] where `past.last_only`.
+    """
     c = self.config
     drop = nn.Dropout(c.dropout, deterministic=self.deterministic)
     before = c.norm_position != 'post'
@@ -254,6 +271,8 @@ class Layer(nn.Module):
     normed = norm(c, 'attention_norm')(x) if before else x
     attend = Attention(c, self.num_kv_heads, self.window, name='attention')
     mixed, layer = attend(normed, rotation, segments, past)
+    if past is not None and past.last_only:
+      x, normed = x[:, -1:], normed[:, -1:]
     if after:
       mixed = norm(c, 'attention_post_norm')(mixed)
     mixed = drop(mixed)
@@ -294,6 +313,7 @@ class Decoder(nn.Module):
     *,
     deterministic: bool = True,
     fresh: bool = False,
+    last_only: bool = False,
   ) -> jax.Array | tuple[jax.Array, KVCache]:
     """Returns [B, T, D] after the final norm, in the compute dtype.
 
@@ -310,6 +330,8 @@ class Decoder(nn.Module):
         is returned beside the features.
       deterministic: False draws dropout from the rng 'dropout'.
       fresh: whether the cache is known to be empty, which saves reading it.
+      last_only: with a cache, return [B, 1, D] of the last token: of the other
+        tokens the last layer only makes keys and values.
 
     Raises:
       ValueError: T exceeds max_len, or the room of the cache.
@@ -344,7 +366,8 @@ class Decoder(nn.Module):
     ):
       past = None
       if cache is not None:
-        past = Past(cache.layers[i], cache.length, cache.starts, fresh)
+        is_last = last_only and i == c.num_layers - 1
+        past = Past(cache.layers[i], cache.length, cache.starts, fresh, is_last)
       x, new = layer(c, heads, window, deterministic, name=f'layer_{i}')(
         x, rotations[is_local(c, window)], segments, past
       )
@@ -426,13 +449,19 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-  """The output embedding of a model that does not tie it, kernel [D, V]."""
+  """The output embedding of a model that does not tie it, kernel [D, V].
+
+  `decoding_params` may put what `rows` returns in its place.
+  """
 
   embed_dim: int
   vocab_size: int
   use_bias: bool = False
 
   def setup(self):
+    self.laid_out = self.get_variable('params', 'rows')
+    if self.laid_out is not None:
+      return
     self.kernel = self.param(
       'kernel',
       nn.initializers.normal(self.embed_dim**-0.5),
@@ -446,6 +475,8 @@ class Head(nn.Module):
 
   def rows(self, dtype: jnp.dtype) -> jax.Array:
     """[V, D], or [V, D + 1] with the bias."""
+    if self.laid_out is not None:
+      return self.laid_out.astype(dtype)
     return _rows(self.kernel, self.bias if self.use_bias else None, dtype)
 
 
@@ -466,6 +497,49 @@ def _rows(kernel, bias, dtype):
   if bias is None:
     return rows
   return jnp.concatenate([rows, bias.astype(dtype)[:, None]], axis=1)
+
+
+def decoding_params(
+  params: Params,
+  dtype: str,
+  *,
+  kernels: str | None = None,
+  donate: bool = False,
+) -> Params:
+  """Parameters as decoding reads them.
+
+  Kernels and embeddings are of the compute type; norms and biases stay
+  float32. Where `linear.PLATFORM_KERNELS` says so the rows of a kernel
+  [*out, *in] take its place, under the name 'rows', and a head's bias is a
+  column of its rows. It is not for training, conversion or checkpoints.
+
+  Args:
+    params: as `init_params` returns them.
+    dtype: the compute type; the config must have the same.
+    kernels: 'rows', or 'columns' as in training; the platform's unless given.
+    donate: whether an array is deleted once there is another in its place.
+  """
+  kernels = kernels or linear.PLATFORM_KERNELS.get(jax.default_backend())
+  flat = traverse_util.flatten_dict(params)
+  made = {}
+  for path, old in flat.items():
+    *module, name = path
+    new = old
+    if name in ('kernel', 'embedding'):
+      new = old.astype(dtype)
+    if kernels == 'rows' and name == 'kernel':
+      path = (*module, 'rows')
+      if module == ['head']:
+        new = _rows(new, flat.get(('head', 'bias')), dtype)
+      else:
+        new = linear.rows_of(new, OUT_INPUTS if module[-1] == 'out' else 1)
+    if kernels == 'rows' and path == ('head', 'bias'):
+      continue
+    made[path] = new
+    if donate and new is not old:
+      new.block_until_ready()
+      old.delete()
+  return traverse_util.unflatten_dict(made)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

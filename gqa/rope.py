@@ -79,6 +79,10 @@ class Rotation(NamedTuple):
   sin: jax.Array
   cos: jax.Array
 
+  def last(self) -> Rotation:
+    """Of the last token alone."""
+    return Rotation(self.sin[:, -1:], self.cos[:, -1:])
+
 
 def rotation(
   angles: jax.Array, dtype: jnp.dtype, magnitude: float = 1.0
@@ -91,13 +95,14 @@ def rotation(
       cast once.
     magnitude: what is rotated is multiplied by it.
   """
-  sin, cos = jnp.sin(angles), jnp.cos(angles)
-  if magnitude != 1:
-    sin, cos = sin * magnitude, cos * magnitude
-  pair = Rotation(*(x.astype(dtype)[:, :, None, :] for x in (sin, cos)))
-  # Else XLA takes them anew for each head of each layer, which on CPU costs
-  # far more than the rotation itself.
-  return lax.optimization_barrier(pair)
+
+  def table(take_cos):
+    x = jnp.where(take_cos, jnp.cos(angles), jnp.sin(angles)) * magnitude
+    return x.astype(dtype)[:, :, None, :]
+
+  # A loop, as XLA would take them anew for each head of each layer, barrier or
+  # not; on CPU that costs far more than the rotation itself.
+  return Rotation(*lax.map(table, jnp.array([False, True])))
 
 
 @jax.custom_vjp

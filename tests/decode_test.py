@@ -15,7 +15,7 @@ from model_test import (
   random_tokens,
 )
 
-from gqa import cache, cached_attention, decode, sampling
+from gqa import cache, cached_attention, decode, model, sampling
 from gqa.sampling import Sampling
 
 TOLERANCE = dict(atol=1e-4, rtol=1e-4)
@@ -98,13 +98,21 @@ def test_chunks_do_not_matter_even_where_the_cache_rounds():
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_every_feature_of_the_model_is_cached(name):
-  """QK norm, biases, partial RoPE, learned positions, and so on."""
+  """QK norm, biases, partial RoPE, learned positions, and so on.
+
+  The cached model has the rows of its kernels, and of a prompt its last layer
+  only looks at the last token.
+  """
   config = make(**CONFIGS[name])
   params, tokens = random_params(config), random_tokens()
   expected = logits_of(config, params, tokens)
+  rows = model.decoding_params(params, 'float32', kernels='rows')
   made = cache.init_cache(config, 2, 12)
-  actual = cached_logits(config, params, tokens, (1,) * 12, made)
-  np.testing.assert_allclose(actual, expected, **TOLERANCE)
+  lengths = jnp.array([7, 7], jnp.int32)
+  last, made = prefill(rows, config, tokens[:, :7], lengths, made)
+  np.testing.assert_allclose(last, expected[:, 6], **TOLERANCE)
+  actual = cached_logits(config, rows, tokens[:, 7:], (1,) * 5, made)
+  np.testing.assert_allclose(actual, expected[:, 7:], **TOLERANCE)
 
 
 def test_prefill_in_chunks_is_prefill_at_once():
@@ -492,7 +500,9 @@ def test_cached_keys_are_rotated_in_float32_far_into_a_text():
 
 def compiled_advance(config, batch_size, slots, kind='full', steps=4):
   """A donated scan of steps, compiled from shapes alone."""
-  params = jax.eval_shape(lambda: random_params(config))
+  params = jax.eval_shape(
+    lambda: model.decoding_params(random_params(config), config.dtype)
+  )
 
   def make_state():
     tokens = jnp.zeros((batch_size, 1), jnp.int32)
@@ -604,14 +614,32 @@ def test_a_long_chunk_on_a_warm_cache_holds_no_matrix_of_all_its_scores():
   assert memory.temp_size_in_bytes < T * S * 4 / 2
 
 
-def test_cast_params_casts_kernels_and_embeddings_only():
+@pytest.mark.parametrize('kernels', ['rows', 'columns'])
+def test_decoding_params_cast_kernels_and_embeddings_only(kernels):
   config = make(qk_norm=True, qkv_bias=True)
-  cast = decode.cast_params(random_params(config), 'bfloat16')
+  cast = model.decoding_params(
+    random_params(config), 'bfloat16', kernels=kernels
+  )
   for path, leaf in jax.tree_util.tree_leaves_with_path(cast):
-    narrow = path[-1].key in ('kernel', 'embedding')
+    narrow = path[-1].key in ('kernel', 'rows', 'embedding')
     assert leaf.dtype == (jnp.bfloat16 if narrow else jnp.float32), path
   narrow = make(qk_norm=True, qkv_bias=True, dtype='bfloat16')
   tokens = random_tokens((1, 12))
   logits, _ = extend(cast, narrow, cache.init_cache(narrow, 1, 12), tokens)
   expected = logits_of(config, random_params(config), tokens)
   np.testing.assert_allclose(logits, expected, atol=0.3)
+
+
+def test_donated_params_are_deleted_where_others_take_their_place():
+  config = make(tie_embeddings=False, head_bias=True)
+  params = jax.tree.map(jnp.asarray, random_params(config))
+  same = model.decoding_params(
+    params, 'float32', kernels='columns', donate=True
+  )
+  assert jax.tree.all(jax.tree.map(lambda a, b: a is b, same, params))
+  expected = logits_of(config, params, random_tokens())
+  rows = model.decoding_params(params, 'float32', kernels='rows', donate=True)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    assert leaf.is_deleted() == (path[-1].key == 'kernel'), path
+  actual = logits_of(config, rows, random_tokens())
+  np.testing.assert_allclose(actual, expected, **TOLERANCE)

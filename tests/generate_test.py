@@ -131,7 +131,7 @@ def test_a_stop_string_ends_a_text_and_is_not_in_it(loaded):
 
 def test_the_end_of_a_document_ends_a_text(loaded):
   params = jax.tree.map(np.array, loaded.params)
-  params['head']['kernel'][0, loaded.tokenizer.eos_id] = 5
+  params['head']['rows'][loaded.tokenizer.eos_id, 0] = 5
   cost = generate.Cost()
   texts = generate.generate_text(
     (params, *loaded[1:]),

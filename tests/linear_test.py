@@ -20,7 +20,7 @@ def arrays(rows, inputs, outputs, dtype):
 
 # 6 inputs and 10 outputs are no multiples of the parts of a row's product.
 @pytest.mark.parametrize('sizes', [(8, 12), (6, 10)])
-@pytest.mark.parametrize('rows', [1, 2])
+@pytest.mark.parametrize('rows', [1, 2, linear.ROWS_LEFT + 1])
 @pytest.mark.parametrize('dtype', TOLERANCE)
 def test_products_of_one_row_and_of_several_are_those_of_numpy(
   dtype, rows, sizes
@@ -30,9 +30,23 @@ def test_products_of_one_row_and_of_several_are_those_of_numpy(
   project = jax.jit(linear.project)(x, matrix.astype(jnp.float32))
   assert project.dtype == dtype
   np.testing.assert_allclose(np.float64(project), exact, **within)
+  by_rows = jax.jit(linear.project_rows)(x, linear.rows_of(matrix))
+  assert by_rows.dtype == dtype
+  np.testing.assert_allclose(np.float64(by_rows), exact, **within)
   against = jax.jit(linear.against_rows)(x, matrix.T)
   assert against.dtype == jnp.float32
   np.testing.assert_allclose(against, exact, **within)
+
+
+@pytest.mark.parametrize('inputs', [1, 2])
+def test_rows_have_the_outputs_first_whatever_their_axes(inputs):
+  rng = np.random.default_rng(0)
+  kernel = rng.normal(size=(3, 4, 5)).astype(np.float32)
+  x = rng.normal(size=(2, 2, *kernel.shape[:inputs])).astype(np.float32)
+  rows = linear.rows_of(kernel, inputs)
+  actual = linear.project_rows(jnp.asarray(x), jnp.asarray(rows), inputs)
+  expected = np.tensordot(x, kernel, inputs)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('rows', [1, 3])

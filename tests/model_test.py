@@ -172,6 +172,15 @@ def logits_of(config, params, tokens, positions=None, segments=None):
   )
 
 
+def test_sines_are_taken_once_for_all_heads_and_layers():
+  config = make(num_layers=3)
+  program = jax.jit(logits_of, static_argnums=0).lower(
+    config, shapes_of(config), random_tokens()
+  )
+  text = program.compile().as_text()
+  assert text.count(' cosine(') == text.count(' sine(') == 1
+
+
 # An independent decoder, in float64.
 
 
