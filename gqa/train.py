@@ -119,6 +119,10 @@ def _advance(
   stopped = False
   while step < until and not stopped:
     batches = steps.put([run.next_batches(per_call) for run in runs])
+    if jax.default_backend() == 'cpu':
+      # Two calls under way would hold the temporaries of both.
+      _report(runs, steps, pending)
+      pending = None
     profiler.before(step + 1, step + per_call)
     states, values = steps.update(states, batches, keys, *program.teacher)
     step += per_call

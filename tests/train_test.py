@@ -333,6 +333,26 @@ def test_one_program_is_compiled_for_a_whole_run(config, tmp_path):
   assert run.program.eval_step._cache_size() == 1
 
 
+def test_on_cpu_no_update_starts_before_the_one_before_has_ended(
+  config, tmp_path, monkeypatch
+):
+  order = []
+
+  def noted(owner, name):
+    original = getattr(owner, name)
+
+    def call(*arguments):
+      order.append(name)
+      return original(*arguments)
+
+    monkeypatch.setattr(owner, name, call)
+
+  noted(update.Steps, 'update')
+  noted(train.Run, 'report')
+  train.train(config, tmp_path)
+  assert order == ['update', 'report'] * config.train.num_steps
+
+
 def test_state_is_donated(config):
   mc = model_config(config)
   optimizer, step = update.make_train_step(config, mc)
