@@ -77,11 +77,13 @@ def rows(
       'num_kv_heads': heads,
       'method': name,
       'parent_loss': parent,
-      'loss': {0.0: recipes.spread([_start(longest[0])])},
+      'loss': {0.0: recipes.mean_and_sd([_start(longest[0])])},
       'seeds': len(longest),
     }
     for alpha in sorted(by_alpha.keys() - {0.0}):
-      row['loss'][alpha] = recipes.spread([run.loss for run in by_alpha[alpha]])
+      row['loss'][alpha] = recipes.mean_and_sd(
+        [run.loss for run in by_alpha[alpha]]
+      )
     if gaps[heads] and parent is not None:
       goal = parent + (1.0 - part) * statistics.mean(gaps[heads])
       reached = [tokens_to(_curve(run), goal) for run in longest]

@@ -197,7 +197,7 @@ def from_scratch(data: Data) -> Table:
       at = [_loss_at(run, total) for run in other.done] if comparable else []
       at = [point for point in at if point]
       if at:
-        scratch = recipes.spread([loss for _, loss in at])
+        scratch = recipes.mean_and_sd([loss for _, loss in at])
         rows.append(
           {
             'kv_heads': recipe.heads,

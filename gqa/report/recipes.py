@@ -107,7 +107,7 @@ class Recipe:
 
   def loss(self) -> dict[str, Any]:
     """Mean and standard deviation over the runs that are done."""
-    return spread([run.loss for run in self.done])
+    return mean_and_sd([run.loss for run in self.done])
 
 
 def make(found: Found) -> list[Recipe]:
@@ -140,7 +140,7 @@ def heads_order(label: str) -> tuple:
   return statistics.mean(numbers), label
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def mean_and_sd(values: Sequence[float]) -> dict[str, Any]:
   """Mean, standard deviation of a sample, and how many."""
   return {
     'mean': statistics.mean(values) if values else None,

@@ -56,13 +56,13 @@ def conversion_losses(data: Data) -> Rows:
       'parent_kv_heads': recipes.heads(group[0].result['parent_kv_heads']),
     }
     if None not in (*after, *before):
-      parent = recipes.spread(before)['mean']
+      parent = recipes.mean_and_sd(before)['mean']
       rows.append(
         common
         | {
           'alpha': 0.0,
           'stage': 'converted',
-          **loss_fields(recipes.spread(after)),
+          **loss_fields(recipes.mean_and_sd(after)),
         }
         | {'parent_loss': parent, 'tokens': 0}
         | {'runs': '; '.join(c.name for c in group)}
@@ -87,7 +87,7 @@ def uptrained(data: Data) -> Rows:
       'kv_heads': recipe.heads,
       'model': recipes.size(recipe.model),
       'method': '' if recipe.how is None else str(recipe.how),
-      'parent_loss': recipes.spread(parents)['mean'],
+      'parent_loss': recipes.mean_and_sd(parents)['mean'],
       'text': recipe.study,
     }
     if recipe.done and recipe.alpha != 0:
@@ -111,7 +111,7 @@ def uptrained(data: Data) -> Rows:
     losses = [run.curve('eval/loss')[0][1] for run in runs.values()]
     rows.append(
       common
-      | {'alpha': 0.0, 'tokens': 0, **loss_fields(recipes.spread(losses))}
+      | {'alpha': 0.0, 'tokens': 0, **loss_fields(recipes.mean_and_sd(losses))}
       | {'runs': '; '.join(run.name for run in runs.values())}
     )
   return sorted(
