@@ -236,7 +236,7 @@ def peak_program(shape, options):
   del shape, options
   import torch
 
-  from gqa import metrics, runtime
+  from gqa import peaks, runtime
 
   runtime.keep_freed_memory()
   a, b = torch.rand(1024, 768), torch.rand(768, 4096)
@@ -246,7 +246,7 @@ def peak_program(shape, options):
     for _ in range(20):
       a @ b
     ours = 20 * 2 * 1024 * 768 * 4096 / (time.perf_counter() - start)
-    return max(ours, metrics.measured_cpu_flops())
+    return max(ours, peaks.measured_cpu_flops())
 
   return run
 
@@ -356,8 +356,8 @@ def report(f, shape, seconds, losses, peaks):
 
 
 def flops_per_token(shape):
-  """As `metrics.train_flops_per_token` counts them."""
-  from gqa import metrics
+  """As `cost.train_flops_per_token` counts them."""
+  from gqa import cost
   from gqa.config import ModelConfig
 
   config = ModelConfig(
@@ -369,7 +369,7 @@ def flops_per_token(shape):
     mlp_dim=shape.mlp,
     max_len=shape.length,
   )
-  return metrics.train_flops_per_token(config, shape.length)
+  return cost.train_flops_per_token(config, shape.length)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from gqa import metrics
+from gqa import peaks
 
 _WIDTH = 4096  # of the matrix that is read
 _SIZES = {'cpu': (1024, 768, 4096)}  # m, k, n of the matrix product
@@ -101,7 +101,7 @@ def _product(dtype: str) -> Callable[[], float]:
   """Returns a function that multiplies matrices and gives FLOPs per second."""
   platform = jax.local_devices()[0].platform
   if platform == 'cpu' and dtype == 'float32':
-    return metrics.measured_cpu_flops
+    return peaks.measured_cpu_flops
   m, k, n = _SIZES.get(platform, _OTHER_SIZES)
   a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
   multiply = jax.jit(

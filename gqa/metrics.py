@@ -1,31 +1,24 @@
-"""What a run says about itself: curves, tables, speed, memory and progress.
+"""What a run says about itself: curves, texts, tables and figures.
 
 `Writer` puts TensorBoard events and `metrics.jsonl` side by side in the
-workdir, with the `tensorboard` wheel alone. What FLOPs and KV bytes count is
-stated in cost.py.
+workdir, with the `tensorboard` wheel alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import math
 import os
 import pathlib
 import re
-import resource
-import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import tqdm
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -42,10 +35,6 @@ from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer import event_file_writer, record_writer
 from tensorboard.util import tensor_util
-
-from gqa import devices
-from gqa.cost import kv_bytes_per_token as kv_bytes_per_token
-from gqa.cost import train_flops_per_token as train_flops_per_token
 
 _RECORD_OVERHEAD = 16  # bytes around each event in a file: length and checksums
 
@@ -248,217 +237,6 @@ def markdown_table(values: Mapping[str, Any]) -> str:
     text = str(value).replace('|', '\\|').replace('\n', ' ')
     lines.append(f'| {name} | `{text}` |')
   return '\n'.join(lines)
-
-
-def peak_flops(device: jax.Device) -> float | None:
-  """Give the FLOP/s of a device at best, or None where it is not known.
-
-  Of an accelerator: dense bfloat16, as its maker states it. Of a CPU: measured
-  once by a float32 matrix multiplication over all its cores.
-  """
-  if device.platform == 'cpu':
-    return _cpu_flops()
-  known = devices.by_kind(device.device_kind)
-  return known and known.flops
-
-
-def total_peak_flops(devices: Sequence[jax.Device]) -> float | None:
-  """Sum `peak_flops`; the CPU devices of one process share one machine."""
-  cpus = {d.process_index: d for d in devices if d.platform == 'cpu'}
-  chips = [d for d in devices if d.platform != 'cpu']
-  peaks = [peak_flops(device) for device in [*cpus.values(), *chips]]
-  return None if None in peaks else sum(peaks)
-
-
-def measured_cpu_flops() -> float:
-  """Measure float32 FLOP/s of this CPU: a median over a fraction of a second."""
-  m, k, n = 1024, 768, 4096
-  with jax.default_device(jax.local_devices(backend='cpu')[0]):
-    a, b = jnp.ones((m, k)), jnp.ones((k, n))
-    matmul = jax.jit(jnp.matmul)
-    matmul(a, b).block_until_ready()
-    seconds = []
-    for _ in range(5):
-      start = time.perf_counter()
-      matmul(a, b).block_until_ready()
-      seconds.append(time.perf_counter() - start)
-  return 2 * m * k * n / statistics.median(seconds)
-
-
-_cpu_flops = functools.cache(measured_cpu_flops)
-
-
-def mfu(
-  flops_per_token: float, tokens_per_second: float, peak: float | None
-) -> float | None:
-  """Give the fraction of `peak` that training uses; None without a peak."""
-  return flops_per_token * tokens_per_second / peak if peak else None
-
-
-def memory_stats() -> dict[str, int]:
-  """Give bytes: the host's peak, and the first device's where it keeps count."""
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  unit = 1 if sys.platform == 'darwin' else 1024
-  stats = {'memory/host_peak_bytes': peak * unit}
-  device = jax.local_devices()[0].memory_stats() or {}
-  for name in ('bytes_in_use', 'peak_bytes_in_use'):
-    if name in device:
-      stats[f'memory/device_{name}'] = device[name]
-  return stats
-
-
-def param_count(params: Any) -> int:
-  """Count the numbers in a tree of arrays or of their shapes."""
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-class Throughput:
-  """Step time and tokens per second between two log points.
-
-  The first `step` call only starts the clock, so compilation is left out, and
-  so is what happens between `pause` and `resume`: evaluation, checkpoints.
-  Dispatch is asynchronous, so wait for the device before `rate` and `pause`.
-  """
-
-  def __init__(
-    self,
-    tokens_per_step: int,
-    clock: Callable[[], float] = time.perf_counter,
-  ):
-    self._tokens_per_step = tokens_per_step
-    self._clock = clock
-    self._start = None  # of the window; None before the first step
-    self._paused_at = None
-    self._steps = 0
-
-  def step(self, num_steps: int = 1):
-    """Count updates that were made."""
-    if self._start is None:
-      self._start = self._clock()
-    else:
-      self._steps += num_steps
-
-  def pause(self):
-    """Stop the clock, if it runs."""
-    if self._paused_at is None:
-      self._paused_at = self._clock()
-
-  def resume(self):
-    """Let the clock run again."""
-    if self._paused_at is not None and self._start is not None:
-      self._start += self._clock() - max(self._paused_at, self._start)
-    self._paused_at = None
-
-  @contextlib.contextmanager
-  def paused(self):
-    """Keep the clock stopped in a `with` block."""
-    self.pause()
-    try:
-      yield
-    finally:
-      self.resume()
-
-  def rate(self) -> dict[str, float]:
-    """Give the speed since the last call that had one; {} without a step."""
-    if not self._steps:
-      return {}
-    now = self._clock() if self._paused_at is None else self._paused_at
-    step_time = (now - self._start) / self._steps
-    self._start, self._steps = now, 0
-    return {
-      'step_time': step_time,
-      'tokens_per_second': self._tokens_per_step / step_time,
-    }
-
-
-class Progress:
-  """How far a run is: a bar on a terminal, else a line for each log point.
-
-  Args:
-    total: steps of the whole run.
-    first: steps done before this life began.
-    stream: where it shows; standard error unless given.
-    enabled: whether it shows at all; process 0 only unless given.
-    name: of the run, before each line, where several show at once.
-  """
-
-  def __init__(
-    self,
-    total: int,
-    first: int = 0,
-    stream: TextIO | None = None,
-    enabled: bool | None = None,
-    name: str = '',
-  ):
-    self._total = total
-    self._name = name
-    self._stream = sys.stderr if stream is None else stream
-    self._enabled = jax.process_index() == 0 if enabled is None else enabled
-    self._origin = None  # (step, time) of the first update
-    self._bar = None
-    if self._enabled and self._stream.isatty():
-      self._bar = tqdm.tqdm(
-        total=total,
-        initial=first,
-        file=self._stream,
-        unit='step',
-        desc=name or None,
-        dynamic_ncols=True,
-      )
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *exc_info):
-    self.close()
-
-  def update(
-    self,
-    step: int,
-    loss: float | None = None,
-    tokens_per_second: float | None = None,
-  ):
-    """Show that `step` of the total are done."""
-    if not self._enabled:
-      return
-    shown = {}
-    if loss is not None:
-      shown['loss'] = f'{float(loss):.4f}'
-    if tokens_per_second is not None:
-      shown['tokens/s'] = f'{float(tokens_per_second):,.0f}'
-    if self._bar is not None:
-      self._bar.set_postfix(shown, refresh=False)
-      self._bar.update(step - self._bar.n)
-      return
-    parts = [f'step {step}/{self._total}']
-    parts += [f'{name} {value}' for name, value in shown.items()]
-    self.message('  '.join([*parts, f'eta {self._eta(step)}']))
-
-  def message(self, text: str):
-    """Show a line, above the bar where there is one."""
-    if self._name:
-      text = f'{self._name}: {text}'
-    if self._bar is not None:
-      self._bar.write(text, file=self._stream)
-    elif self._enabled:
-      print(text, file=self._stream, flush=True)
-
-  def close(self):
-    """Leave the bar as it stands."""
-    if self._bar is not None:
-      self._bar.close()
-
-  def _eta(self, step: int) -> str:
-    now = time.monotonic()
-    if self._origin is None:
-      self._origin = (step, now)
-    first, start = self._origin
-    if step >= self._total:
-      return '0:00'
-    if step <= first:
-      return '?'
-    seconds = (now - start) / (step - first) * (self._total - step)
-    return tqdm.tqdm.format_interval(seconds)
 
 
 def _strict(number: Any) -> Any:

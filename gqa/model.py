@@ -488,6 +488,8 @@ def head_rows(config: ModelConfig, params: Params) -> jax.Array:
   if config.tie_embeddings:
     return params['embed']['embedding'].astype(config.dtype)
   head = params['head']
+  if 'rows' in head:
+    return head['rows'].astype(config.dtype)
   return _rows(head['kernel'], head.get('bias'), config.dtype)
 
 
@@ -556,3 +558,8 @@ def _remat(layer: type[nn.Module], policy: str) -> type[nn.Module]:
     return nn.remat(layer)
   saved = jax.checkpoint_policies.save_only_these_names(linear.SAVED)
   return nn.remat(layer, policy=saved)
+
+
+def param_count(params: Any) -> int:
+  """Count the numbers in a tree of arrays or of their shapes."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -18,10 +18,12 @@ import numpy as np
 
 from gqa import (
   checkpoint,
+  cost,
   data,
   evaluate,
   metrics,
   optim,
+  peaks,
   points,
   profiling,
   runtime,
@@ -31,6 +33,7 @@ from gqa import (
 )
 from gqa import model as model_lib
 from gqa import origin as origin_lib
+from gqa import progress as progress_lib
 from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 
@@ -156,7 +159,7 @@ class Program:
   @functools.cached_property
   def flops_per_token(self) -> float:
     """Of a step, without recomputation and a teacher."""
-    return metrics.train_flops_per_token(
+    return cost.train_flops_per_token(
       self.model_config, self.config.train.seq_len
     )
 
@@ -236,10 +239,10 @@ class Run:
         metrics.make_writer(self.workdir, self.step + self._resumed)
       )
       self._progress = enter(
-        metrics.Progress(c.train.num_steps, self.step, name=self._name)
+        progress_lib.Progress(c.train.num_steps, self.step, name=self._name)
       )
       self._describe()
-      self.rate = metrics.Throughput(c.train.batch_size * c.train.seq_len)
+      self.rate = progress_lib.Throughput(c.train.batch_size * c.train.seq_len)
       if self.step == c.train.num_steps and self._resumed:
         self._progress.message(f'step {self.step}: all steps were done before.')
       self._stack = stack.pop_all()
@@ -391,12 +394,12 @@ class Run:
     row['train/bits_per_byte'] = nats_per_byte / np.log(2)
     rate = self.rate.rate()
     row |= {f'speed/{name}': value for name, value in rate.items()}
-    mfu = rate and metrics.mfu(
+    mfu = rate and peaks.mfu(
       self.program.flops_per_token, rate['tokens_per_second'], self._peak_flops
     )
     if mfu:
       row['speed/mfu'] = mfu
-    row |= metrics.memory_stats()
+    row |= peaks.memory_stats()
     self._writer.scalars(step, row)
     self._progress.update(step, loss, rate.get('tokens_per_second'))
 
@@ -404,9 +407,9 @@ class Run:
     """Writes what stays the same in a run: config, hyperparameters, sizes."""
     c, program = self.config, self.program
     m, devices = program.model_config, list(program.mesh.devices.flat)
-    self._peak_flops = metrics.total_peak_flops(devices)
-    count = metrics.param_count(program.template.params)
-    kv_bytes = metrics.kv_bytes_per_token(m, jnp.dtype(m.dtype).itemsize)
+    self._peak_flops = peaks.total_peak_flops(devices)
+    count = model_lib.param_count(program.template.params)
+    kv_bytes = cost.kv_bytes_per_token(m, jnp.dtype(m.dtype).itemsize)
     self._progress.message(
       f'{count:,} parameters, num_kv_heads {m.kv_heads}, {kv_bytes:,} KV bytes '
       f'per token, {len(devices)} device(s), from step {self.step}'

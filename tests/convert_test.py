@@ -73,7 +73,9 @@ def test_the_target_is_a_workdir_like_any_other(source, converted):
   assert loaded.config.kv_heads == (2, 1)
   assert loaded.config.mlp_dim == CONFIG.mlp_dim
   shapes = jax.eval_shape(
-    lambda: model.init_params(loaded.config, jax.random.key(0))
+    lambda: model.decoding_params(
+      model.init_params(loaded.config, jax.random.key(0)), loaded.config.dtype
+    )
   )
   assert jax.tree.map(np.shape, loaded.params) == jax.tree.map(
     lambda x: x.shape, shapes

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from gqa import cost, data, evaluate, metrics, model, sharding
+from gqa import cost, data, evaluate, model, sharding
 from gqa.config import ModelConfig
 from gqa.convert import (
   budget,
@@ -142,12 +142,12 @@ def test_parameters_and_cache_shrink_by_the_formula(name):
   )
   inputs = config.embed_dim + config.qkv_bias
   lost = 2 * config.head_dim * inputs  # a key and a value of one layer
-  count = metrics.param_count
+  count = model.param_count
   assert count(params) - count(small) == lost
   shapes = jax.eval_shape(lambda: model.init_params(new, jax.random.key(0)))
   same = lambda x, shape: x.shape == shape.shape and x.dtype == shape.dtype
   assert jax.tree.all(jax.tree.map(same, small, shapes))
-  size = lambda c: metrics.kv_bytes_per_token(c, 4)
+  size = lambda c: cost.kv_bytes_per_token(c, 4)
   assert size(config) - size(new) == 2 * config.head_dim * 4
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 
 from gqa import cache as cache_lib
-from gqa import cost, devices, metrics, presets, relatives, roofline, sharding
+from gqa import cost, devices, presets, relatives, roofline, sharding
 from gqa import model as model_lib
 from gqa.config import ModelConfig, divisors
 from gqa.cost import Setting
@@ -114,7 +114,7 @@ def test_weights_are_those_of_the_real_parameters(config, model_axis):
   params = jax.eval_shape(
     lambda: model_lib.init_params(config, jax.random.key(0))
   )
-  assert cost.param_count(config) == metrics.param_count(params)
+  assert cost.param_count(config) == model_lib.param_count(params)
   mesh = jax.make_mesh(
     (1, 1, model_axis),
     sharding.MESH_AXES,

@@ -643,3 +643,5 @@ def test_donated_params_are_deleted_where_others_take_their_place():
     assert leaf.is_deleted() == (path[-1].key == 'kernel'), path
   actual = logits_of(config, rows, random_tokens())
   np.testing.assert_allclose(actual, expected, **TOLERANCE)
+  columns = model.head_rows(config, random_params(config))
+  np.testing.assert_array_equal(model.head_rows(config, rows), columns)

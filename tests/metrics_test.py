@@ -16,7 +16,9 @@ from tensorboard import default, program
 from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.util import tensor_util
 
-from gqa import metrics
+from gqa import cost, metrics, peaks
+from gqa import model as model_lib
+from gqa import progress as progress_lib
 from gqa.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -284,7 +286,7 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
     writer.hparams({'a': 1}, group='a')
     writer.session_end(True)
   stream = io.StringIO()
-  metrics.Progress(10, stream=stream).update(5)
+  progress_lib.Progress(10, stream=stream).update(5)
   assert not list(tmp_path.iterdir())
   assert not stream.getvalue()
   monkeypatch.setattr(jax, 'process_index', lambda: 0)
@@ -311,13 +313,13 @@ def test_flops_are_six_per_weight_and_pair(window, mlp):
   pairs = ((s <= t) & (t - s < (window or seq_len))).sum()
   attention = 2 * 4 * 2 * 2 * pairs  # scores and mixing, 4 heads of 2, 2 layers
   expected = 6 * (weights * seq_len + attention) / seq_len
-  assert metrics.train_flops_per_token(config, seq_len) == pytest.approx(
+  assert cost.train_flops_per_token(config, seq_len) == pytest.approx(
     expected, rel=1e-12
   )
 
 
 def test_cache_bytes_count_the_kv_heads_of_each_layer():
-  assert metrics.kv_bytes_per_token(CONFIG, 2) == 2 * 2 * 2 * (4 + 1)
+  assert cost.kv_bytes_per_token(CONFIG, 2) == 2 * 2 * 2 * (4 + 1)
 
 
 @pytest.mark.parametrize(
@@ -339,22 +341,24 @@ def test_cache_bytes_count_the_kv_heads_of_each_layer():
 )
 def test_peak_follows_the_kind_of_device(kind, peak):
   device = types.SimpleNamespace(platform='gpu', device_kind=kind)
-  assert metrics.peak_flops(device) == peak
-  total = metrics.total_peak_flops([device, device])
+  assert peaks.peak_flops(device) == peak
+  total = peaks.total_peak_flops([device, device])
   assert total == (peak and 2 * peak)
-  assert metrics.mfu(1e9, 1e3, peak) == (peak and 1e12 / peak)
+  assert peaks.mfu(1e9, 1e3, peak) == (peak and 1e12 / peak)
 
 
 def test_cpu_peak_is_measured_once_for_all_its_devices():
-  peak = metrics.peak_flops(jax.devices()[0])
+  peak = peaks.peak_flops(jax.devices()[0])
   assert peak > 1e8
-  assert metrics.peak_flops(jax.devices()[1]) == peak
-  assert metrics.total_peak_flops(jax.devices()) == peak
+  assert peaks.peak_flops(jax.devices()[1]) == peak
+  assert peaks.total_peak_flops(jax.devices()) == peak
 
 
 def test_throughput_leaves_out_compiling_and_pauses():
   now = [0.0]
-  throughput = metrics.Throughput(tokens_per_step=100, clock=lambda: now[0])
+  throughput = progress_lib.Throughput(
+    tokens_per_step=100, clock=lambda: now[0]
+  )
 
   def work(seconds, steps):
     now[0] += seconds
@@ -380,7 +384,7 @@ def test_throughput_leaves_out_compiling_and_pauses():
 
 def test_a_pause_before_the_first_step_costs_nothing():
   now = [0.0]
-  throughput = metrics.Throughput(tokens_per_step=1, clock=lambda: now[0])
+  throughput = progress_lib.Throughput(tokens_per_step=1, clock=lambda: now[0])
   with throughput.paused():
     throughput.step()
     now[0] += 5.0
@@ -391,7 +395,7 @@ def test_a_pause_before_the_first_step_costs_nothing():
 
 def test_progress_is_a_line_for_each_log_point():
   stream = io.StringIO()
-  with metrics.Progress(20, stream=stream) as progress:
+  with progress_lib.Progress(20, stream=stream) as progress:
     progress.update(10, loss=2.5, tokens_per_second=12345.6)
     progress.update(15)
     progress.message('saved')
@@ -405,7 +409,7 @@ def test_progress_is_a_line_for_each_log_point():
 def test_progress_is_a_bar_on_a_terminal():
   stream = io.StringIO()
   stream.isatty = lambda: True
-  with metrics.Progress(20, first=10, stream=stream) as progress:
+  with progress_lib.Progress(20, first=10, stream=stream) as progress:
     progress.update(15, loss=2.5)
     progress.message('saved')
   shown = stream.getvalue()
@@ -414,12 +418,12 @@ def test_progress_is_a_bar_on_a_terminal():
 
 
 def test_memory_is_positive_bytes():
-  stats = metrics.memory_stats()
+  stats = peaks.memory_stats()
   assert stats['memory/host_peak_bytes'] > 1e7
   assert all(isinstance(value, int) for value in stats.values())
 
 
 def test_parameters_are_counted_from_arrays_or_shapes():
   params = {'a': jnp.ones((2, 3)), 'b': {'c': jnp.ones(4), 'd': jnp.ones(())}}
-  assert metrics.param_count(params) == 11
-  assert metrics.param_count(jax.eval_shape(lambda: params)) == 11
+  assert model_lib.param_count(params) == 11
+  assert model_lib.param_count(jax.eval_shape(lambda: params)) == 11

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 
-from gqa import checkpoint, cost, metrics, runtime, sharding
+from gqa import checkpoint, cost, metrics, peaks, runtime, sharding
 from gqa import data as data_lib
+from gqa import model as model_lib
+from gqa import progress as progress_lib
 from gqa import tokenizer as tokenizer_lib
 from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
@@ -93,7 +95,7 @@ def convert(
       raise ValueError('budget needs a text; give --calibration=FILE.')
     damages = walk.damages(params, config, options, batches)
     num_kv_heads = budget_lib.choose(config, damages, budget)
-  with metrics.Progress(config.num_layers) as progress:
+  with progress_lib.Progress(config.num_layers) as progress:
     new_params, new_config, layers = walk.convert(
       params,
       config,
@@ -233,10 +235,10 @@ def _describe(text):
 
 
 def _sizes(config, new_config, params, new_params):
-  size = lambda c: metrics.kv_bytes_per_token(c, cost.ITEMSIZE[c.dtype])
+  size = lambda c: cost.kv_bytes_per_token(c, cost.ITEMSIZE[c.dtype])
   return {
-    'params': metrics.param_count(new_params),
-    'parent_params': metrics.param_count(params),
+    'params': model_lib.param_count(new_params),
+    'parent_params': model_lib.param_count(params),
     'kv_bytes_per_token': size(new_config),
     'parent_kv_bytes_per_token': size(config),
   }
@@ -247,7 +249,7 @@ def _circumstances():
   return {
     'device': device.device_kind,
     **runtime.circumstances(),
-    'peak_bytes': metrics.memory_stats()['memory/host_peak_bytes'],
+    'peak_bytes': peaks.memory_stats()['memory/host_peak_bytes'],
   }
 
 
