@@ -520,8 +520,17 @@ def decoding_params(
     dtype: the compute type; the config must have the same.
     kernels: 'rows', or 'columns' as in training; the platform's unless given.
     donate: whether an array is deleted once there is another in its place.
+
+  Raises:
+    ValueError: kernels is neither.
   """
-  kernels = kernels or linear.PLATFORM_KERNELS.get(jax.default_backend())
+  if kernels is None:
+    platform = jax.default_backend()
+    kernels = linear.PLATFORM_KERNELS.get(platform, 'columns')
+  if kernels not in ('rows', 'columns'):
+    raise ValueError(
+      f'kernels={kernels!r} is unknown; choose one of rows, columns.'
+    )
   flat = traverse_util.flatten_dict(params)
   made = {}
   for path, old in flat.items():

@@ -260,6 +260,18 @@ def test_padding_gives_no_nan():
 # `generate`.
 
 
+def test_a_row_that_sees_nothing_of_the_cache_gets_zeros():
+  config = make()
+  made = cache.init_cache(config, 2, 6)
+  layer = jax.tree.map(jnp.ones_like, made.layers[0])
+  K, H = config.kv_heads[0], config.head_dim
+  q = jnp.ones((2, K, config.num_heads // K, 1, H))
+  starts = jnp.array([0, 3], jnp.int32)
+  out, lse = cached_attention.over_cache(q, layer, 2, 2, starts, None)
+  np.testing.assert_allclose(out[0], 1.0, rtol=1e-6)
+  assert not out[1].any() and (lse[1] < -1e29).all()
+
+
 def greedy_reference(config, params, prompt, steps, penalty=1.0):
   """Argmax of the model without a cache, one token after another."""
   tokens = np.zeros((1, prompt.size + steps), np.int32)
@@ -628,6 +640,11 @@ def test_decoding_params_cast_kernels_and_embeddings_only(kernels):
   logits, _ = extend(cast, narrow, cache.init_cache(narrow, 1, 12), tokens)
   expected = logits_of(config, random_params(config), tokens)
   np.testing.assert_allclose(logits, expected, atol=0.3)
+
+
+def test_kernels_of_an_unknown_layout_are_refused():
+  with pytest.raises(ValueError, match="kernels='row' is unknown"):
+    model.decoding_params(random_params(LONG), 'float32', kernels='row')
 
 
 def test_donated_params_are_deleted_where_others_take_their_place():
