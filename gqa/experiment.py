@@ -151,17 +151,31 @@ def _typed(sweep, arguments: Mapping[str, str]) -> dict[str, Any]:
         f'{list(parameters)}.'
       )
     default = parameters[name].default
-    value = text if isinstance(default, str) else literal(text)
-    if isinstance(default, tuple) and not isinstance(value, tuple):
-      value = (value,)
-    if isinstance(default, float) and type(value) is int:
-      value = float(value)
+    value = _like(default, text)
     if not isinstance(value, type(default)):
       raise ValueError(
         f'--sweep.{name}={text} must be like its default, {default!r}.'
       )
     keywords[name] = value
   return keywords
+
+
+def _like(default: Any, text: str) -> Any:
+  """What was typed, in the default's type if that is possible."""
+  if isinstance(default, str):
+    return text
+  value = literal(text)
+  if isinstance(default, tuple):
+    if default and isinstance(default[0], str):
+      # Quotes, which a tuple of strings has in Python, may be left out.
+      if isinstance(value, tuple) and all(isinstance(x, str) for x in value):
+        return value
+      return tuple(text.split(','))
+    # A string among numbers stays one, which is refused.
+    return value if isinstance(value, tuple | str) else (value,)
+  if isinstance(default, float) and type(value) is int:
+    return float(value)
+  return value
 
 
 def _completed(step: Step, path: str, common: Mapping[str, Any]) -> Step:
