@@ -14,6 +14,8 @@ A model of 110M parameters (M110), batches of 1, 8 and 32, contexts of 128,
   --config.grid.cache_kind=full,ring --config.model.sliding_window=1024
   --config.grid.context=1024 --config.grid.batch_size=1 --config.prefill.rounds=5
                                            reading a prompt
+  --config.grid.context=200 --config.grid.cache_len=256,8192
+                                           what room costs that is not used
   --config.grid.batch_size=1 --config.grid.context=2048
       --config.grid.fill_memory --config.memory_limit=4_000_000_000
                                            throughput until memory ends
@@ -49,6 +51,8 @@ def get_config():
   grid.num_kv_heads = (12, 4, 1)
   grid.batch_size = (1, 8, 32)
   grid.context = (128, 2_048, 8_192)  # tokens in the cache at the first step
+  # Tokens that a cache has room for; 0: those of the context and of all steps.
+  grid.cache_len = (0,)
   # Batches are doubled from there as long as memory_limit allows it, and the
   # largest that does is measured too.
   grid.fill_memory = False

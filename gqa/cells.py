@@ -37,6 +37,7 @@ class Cell:
   model: ModelConfig  # with this cell's num_kv_heads and compute dtype
   batch_size: int
   context: int  # tokens of each row before the first measured step
+  cache_len: int  # tokens of each row that the cache has room for; 0: all
   cache_kind: str
   cache_dtype: str
   weights_dtype: str
@@ -50,8 +51,8 @@ class Cell:
 
   @property
   def slots(self) -> int:
-    """Tokens of each row that the cache holds."""
-    return self.context + self.steps
+    """Tokens of each row that the cache has room for."""
+    return self.cache_len or self.context + self.steps
 
   @property
   def weights(self) -> Any:
@@ -137,6 +138,7 @@ def from_config(config, peers: bool = False) -> list[Cell]:
     for values in itertools.product(
       _numbers(grid, 'batch_size'),
       _numbers(grid, 'context'),
+      _numbers(grid, 'cache_len', least=0),
       _listed(grid, 'num_kv_heads'),
       _choices(grid, 'cache_kind', cache_lib.KINDS),
       _dtypes(grid),
@@ -206,20 +208,31 @@ def _check(cell: Cell) -> None:
       "grid.cache_kind='ring' keeps a sliding window, but model."
       'sliding_window is unset; set it, or leave ring out.'
     )
-  if cell.slots > cell.model.max_len:
+  tokens = f'grid.context={cell.context} and steps={cell.steps}'
+  if cell.slots < cell.context + cell.steps:
     raise ValueError(
-      f'grid.context={cell.context} and steps={cell.steps} are {cell.slots} '
-      f'tokens, more than model.max_len={cell.model.max_len}; raise that.'
+      f'{tokens} do not fit into a cache of grid.cache_len={cell.cache_len}; '
+      'raise that, or 0 for a cache that fits.'
+    )
+  if cell.slots > cell.model.max_len:
+    if cell.cache_len:
+      tokens = f'grid.cache_len={cell.cache_len}'
+    raise ValueError(
+      f'{tokens}: {cell.slots} tokens are more than model.max_len='
+      f'{cell.model.max_len}; raise that.'
     )
 
 
-def _cell(config, batch_size, context, num_kv_heads, kind, dtypes, system):
+def _cell(
+  config, batch_size, context, cache_len, num_kv_heads, kind, dtypes, system
+):
   dtype, weights_dtype, cache_dtype = dtypes
   cell = Cell(
     system=system,
     model=_model(config, num_kv_heads, dtype),
     batch_size=batch_size,
     context=context,
+    cache_len=cache_len,
     cache_kind=kind,
     cache_dtype='int8' if kind == 'int8' else cache_dtype,
     weights_dtype=weights_dtype,
@@ -291,11 +304,12 @@ def _listed(fields, name: str, where: str = 'grid') -> tuple:
   return tuple(values)
 
 
-def _numbers(grid, name: str) -> tuple[int, ...]:
+def _numbers(grid, name: str, least: int = 1) -> tuple[int, ...]:
   for value in _listed(grid, name):
-    if type(value) is not int or value < 1:
+    if type(value) is not int or value < least:
       raise ValueError(
-        f'grid.{name} has {value!r}; each must be a whole number, at least 1.'
+        f'grid.{name} has {value!r}; each must be a whole number, at least '
+        f'{least}.'
       )
   return _listed(grid, name)
 

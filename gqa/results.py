@@ -188,13 +188,16 @@ def described(row: Row) -> str:
 
 
 def _types(row: Row) -> list[str]:
-  """Kind of cache; types of compute, weights and cache that differ."""
+  """Kind of cache; types of compute, weights and cache that differ; room."""
   names = ('cache_kind', 'dtype', 'weights_dtype', 'cache_dtype')
-  return list(dict.fromkeys(row[name] for name in names))
+  types = list(dict.fromkeys(row[name] for name in names))
+  if row.get('cache_len'):  # of rows that have it and are not as long as needed
+    types.append(f'cache_len={row["cache_len"]}')
+  return types
 
 
 def _same_work(row: Row) -> str:
   """Equal for the rows of one cell on several systems."""
   fields = ('model', 'batch_size', 'context', 'cache_kind', 'cache_dtype')
-  fields += ('weights_dtype', 'steps')
-  return json.dumps([row[name] for name in fields])
+  fields += ('weights_dtype', 'steps', 'cache_len')
+  return json.dumps([row.get(name) for name in fields])

@@ -97,6 +97,7 @@ def measured(tmp_path_factory):
       'model.sliding_window': 4,
       'grid.num_kv_heads': (1,),
       'grid.batch_size': (1, 2),
+      'grid.cache_len': (16,),
       'grid.cache_kind': ('ring', 'int8'),
       'grid.cache_dtype': ('bfloat16',),
     }
@@ -127,6 +128,8 @@ def test_measured_bytes_are_those_of_the_formula(measured):
     assert row['weight_bytes'] == row['weight_bytes_by_formula'] > 0
   # Four slots of a window; two bytes for each number of K and V.
   assert rows[0]['cache_bytes'] == 4 * 2 * H * 2 + 8
+  # Room for 16 tokens; one byte for each number, four for each scale.
+  assert rows[1]['cache_bytes'] == 16 * 2 * (H + 4) + 8
 
 
 def test_a_row_has_what_one_needs_to_judge_it(measured):
@@ -299,6 +302,12 @@ def test_curves_are_written_once(calls, tmp_path):
     ({'grid.cache_dtype': ('fp8',)}, "grid.cache_dtype has 'fp8'"),
     ({'grid.context': (62,)}, 'more than model.max_len=64; raise that'),
     ({'model.num_kv_heads': 2}, 'model.num_kv_heads=2 is not read; set grid'),
+    (
+      {'grid.cache_len': (8,)},
+      'grid.context=6 and steps=3 do not fit into a cache of grid.cache_len=8',
+    ),
+    ({'grid.cache_len': (65,)}, 'grid.cache_len=65: 65 tokens are more than'),
+    ({'grid.cache_len': (-1,)}, 'grid.cache_len has -1; .* at least 0'),
     ({'steps': 0}, 'steps=0 must be at least 1'),
     ({'rounds': 0}, 'rounds=0 must be at least 1'),
     ({'prefill.chunk_size': 0}, 'prefill.chunk_size=0 must be at least 1'),

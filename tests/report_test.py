@@ -254,6 +254,33 @@ def test_a_benchmark_is_joined_by_the_model_alone(workdir, found):
   assert data.matching(widened) == []
 
 
+def test_times_with_unused_room_in_the_cache_are_apart(tmp_path):
+  config = recorded.config_of(2)
+  recorded.write_run(
+    tmp_path / 'one', config, lambda step: recorded.loss_at(step, 2)
+  )
+  row = {
+    'status': 'measured',
+    'system': 'gqa',
+    'model': config['model'],
+    'num_kv_heads': 2,
+    'batch_size': 1,
+    'context': 200,
+    'tokens_per_second': 100.0,
+    'step_seconds': 0.01,
+  }
+  rooms = [{}, {'cache_len': 0}, {'cache_len': 8192}]  # {}: an early version
+  (tmp_path / 'two').mkdir()
+  (tmp_path / 'two/results.jsonl').write_text(
+    ''.join(json.dumps({'what': 'decode', **row, **r}) + '\n' for r in rooms)
+  )
+  data = join.join(read.read([tmp_path]))
+  (recipe,) = data.recipes
+  times = data.matching(recipe)
+  assert [t.get('cache_len') for t in times] == [0, 8192]
+  assert len({t.title for t in times}) == len({t.subject for t in times}) == 2
+
+
 class Links(html.parser.HTMLParser):
   """What a page would load, and what it has."""
 

@@ -11,7 +11,13 @@ import time
 
 import numpy as np
 
-from experiments.peers.common import Missing, Shared, Unsupported, check
+from experiments.peers.common import (
+  Missing,
+  Shared,
+  Unsupported,
+  check,
+  slots,
+)
 
 CHUNK = 2048  # tokens that it is given at a time
 
@@ -72,8 +78,7 @@ class LlamaCppRun:
     self.vocab_size = cell['model']['vocab_size']
     self.prompts = rng.integers(self.vocab_size, size=(self.rows, self.length))
     params = c.llama_context_default_params()
-    slots = self.length + cell['steps']
-    params.n_ctx = self.rows * -(-slots // 256) * 256
+    params.n_ctx = self.rows * -(-slots(cell) // 256) * 256
     params.n_seq_max = self.rows
     params.n_batch = max(CHUNK, self.rows)
     params.n_threads = params.n_threads_batch = system.threads

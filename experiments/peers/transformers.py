@@ -6,7 +6,13 @@ The model is called directly: `generate` would add its own work to each step.
 import inspect
 import time
 
-from experiments.peers.common import Missing, Shared, Unsupported, check
+from experiments.peers.common import (
+  Missing,
+  Shared,
+  Unsupported,
+  check,
+  slots,
+)
 
 
 class Transformers:
@@ -56,6 +62,8 @@ class Transformers:
     check(cell)
     if cell['cache_dtype'] != cell['dtype']:
       raise Unsupported('its cache has the type of its weights')
+    if cell['cache_len'] and not self.static:
+      raise Unsupported('its cache grows with its tokens')
     return TransformersRun(self, cell)
 
 
@@ -109,7 +117,7 @@ class TransformersRun:
     cell, shape = self.cell, self.cell['model']
     self.cache = self.system.transformers.StaticCache(
       config=self.model.config,
-      max_cache_len=cell['context'] + cell['steps'],
+      max_cache_len=slots(cell),
     )
     self.cache.early_initialization(
       batch_size=cell['batch_size'],

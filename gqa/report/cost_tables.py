@@ -42,7 +42,8 @@ def cache_bytes(data: Data) -> Table:
         if devices in divisors(timing.model.num_heads):
           setting = Setting(
             batch_size=row['batch_size'],
-            context=row['context'] + row.get('steps', 0),
+            context=row.get('cache_len')
+            or row['context'] + row.get('steps', 0),
             kind=row['cache_kind'],
             cache_dtype=None
             if row['cache_kind'] == 'int8'

@@ -189,6 +189,7 @@ def time_fields(timing: Timing) -> dict[str, Any]:
   return {
     'batch_size': row['batch_size'],
     'context': row['context'],
+    'cache_len': row.get('cache_len') or 0,
     'cache_kind': row.get('cache_kind'),
     'dtype': row.get('dtype'),
     'weights_dtype': row.get('weights_dtype'),

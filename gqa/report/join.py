@@ -40,11 +40,12 @@ class Timing:
 
   @property
   def types(self) -> tuple:
-    """Cache, types, machine, system and steps."""
+    """Cache, types, steps, room of the cache, machine and system."""
     names = ('cache_kind', 'dtype', 'weights_dtype', 'cache_dtype', 'steps')
     row = self.row
     return (
       *(row.get(name) for name in names),
+      row.get('cache_len') or 0,  # not in rows of early versions
       json.dumps(row.get('device')),
       row['system'],
     )
@@ -64,6 +65,8 @@ class Timing:
     model = row.get('model') if self.model is None else recipes.size(self.model)
     kinds = [row.get(name) for name in ('cache_kind', 'dtype', 'cache_dtype')]
     kinds = ' '.join(dict.fromkeys(str(kind) for kind in kinds if kind))
+    if row.get('cache_len'):
+      kinds += f' of {row["cache_len"]:,} tokens'
     device = row.get('device') or {}
     machine = device.get('kind', '') if isinstance(device, dict) else device
     return f'{model}, {kinds}, {machine}, {self.benchmark}'

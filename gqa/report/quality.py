@@ -8,7 +8,8 @@ from gqa.report import axes as axes_lib
 from gqa.report import series, style
 from gqa.report.axes import Rows
 
-_SETTING = ('batch_size', 'context', 'cache_kind', 'dtype', 'cache_dtype')
+_SETTING = ('batch_size', 'context', 'cache_len', 'cache_kind')
+_SETTING += ('dtype', 'cache_dtype')
 
 
 def pareto(rows: Rows):
@@ -46,12 +47,13 @@ def pareto(rows: Rows):
     axis.plot(
       *zip(*front, strict=True), color=style.INK, lw=0.8, alpha=0.6, zorder=1
     )
-    study, batch, context, kind, dtype, cache = key
+    study, batch, context, room, kind, dtype, cache = key
     axis.set(
       xlabel='ms per step',
       ylabel='validation loss, nats per token',
       title=f'batch {batch:,}, {context:,} tokens, {dtype}, {kind} cache'
       + ('' if cache == dtype else f' of {cache}')
+      + (f' for {room:,}' if room else '')
       + ('\n' + study.replace(', w', ',\nw') if len(studies) > 1 else ''),
     )
     axis.margins(0.12)
