@@ -186,6 +186,10 @@ class _Benchmark:
       values |= _values(cell, one.info, *seconds[cell], machine)
       self._results.add(cell, values | self._circumstances(cell))
       one.close()
+    # The next group is of other sizes, which may not fit where this one lay.
+    runs.clear()
+    params.clear()
+    runtime.return_freed_memory()
 
   def _open(self, cell: Cell, params: dict):
     if cell.system != 'gqa':

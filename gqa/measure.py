@@ -63,7 +63,7 @@ class Run:
       None if cell.cache_kind == 'int8' else cell.cache_dtype,
     )
     if filled:
-      cache = _fill(cache, cell.seed)
+      cache = fill(cache, cell.seed)
     self._start, start_seconds = compiled(
       decode.start,
       'cache',
@@ -143,12 +143,14 @@ def compiled(
   return program, time.perf_counter() - begun
 
 
-def _fill(cache: KVCache, seed: int) -> KVCache:
-  """Puts made-up numbers in all slots."""
+def fill(cache: KVCache, seed: int) -> KVCache:
+  """Puts made-up numbers in all slots of a cache, which is donated."""
   normal = jax.random.normal(jax.random.key(seed), (_BLOCK,))
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def fill(x):
+  # What a program does not read is left out of its arguments, and then not
+  # donated either.
+  @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+  def fill_array(x):
     # int8 numbers use their range, and scales undo it.
     numbers = normal
     if x.dtype == jnp.int8:
@@ -158,8 +160,8 @@ def _fill(cache: KVCache, seed: int) -> KVCache:
   def fill_layer(layer):
     scale = lambda x: None if x is None else jnp.full_like(x, 1 / 40)
     return layer.replace(
-      k=fill(layer.k),
-      v=fill(layer.v),
+      k=fill_array(layer.k),
+      v=fill_array(layer.v),
       k_scale=scale(layer.k_scale),
       v_scale=scale(layer.v_scale),
     )

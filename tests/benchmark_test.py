@@ -5,10 +5,12 @@ import json
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
 from experiments import cached_vs_uncached, decode_cost
 from gqa import benchmark, cells, limits, measure, results, workers
+from gqa import cache as cache_lib
 from gqa.config import ModelConfig
 
 L, N, H, V = 2, 4, 4, 31
@@ -130,6 +132,15 @@ def test_measured_bytes_are_those_of_the_formula(measured):
   assert rows[0]['cache_bytes'] == 4 * 2 * H * 2 + 8
   # Room for 16 tokens; one byte for each number, four for each scale.
   assert rows[1]['cache_bytes'] == 16 * 2 * (H + 4) + 8
+
+
+def test_a_made_up_cache_lies_where_the_empty_one_did():
+  config = cells.from_config(tiny())[0].model
+  empty = cache_lib.init_cache(config, 2, 16, 'int8')
+  made_up = measure.fill(empty, 0)
+  for before, after in zip(empty.layers, made_up.layers, strict=True):
+    assert before.k.is_deleted() and before.v.is_deleted()
+    assert np.unique(after.k).size > 100 and np.unique(after.v).size > 100
 
 
 def test_a_row_has_what_one_needs_to_judge_it(measured):
