@@ -390,13 +390,14 @@ class Decoder(nn.Module):
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Returns float32 logits [B, T, V] of what `features` returns."""
-    if self.config.tie_embeddings:
-      rows = self.embed.rows(x.dtype)
-    else:
-      rows = self.head.rows(x.dtype)
-    logits = linear.against_rows(x, rows)
+    logits = linear.against_rows(x, self.head_rows(x.dtype))
     softcap = self.config.logit_softcap
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+  def head_rows(self, dtype: jnp.dtype) -> jax.Array:
+    """The output embedding [V, D], or [V, D + 1] with its bias."""
+    head = self.embed if self.config.tie_embeddings else self.head
+    return head.rows(dtype)
 
 
 def _rotations(c, positions, dtype):
@@ -485,12 +486,9 @@ def head_rows(config: ModelConfig, params: Params) -> jax.Array:
 
   [V, D], or [V, D + 1] with the bias that `Decoder.features` provides for.
   """
-  if config.tie_embeddings:
-    return params['embed']['embedding'].astype(config.dtype)
-  head = params['head']
-  if 'rows' in head:
-    return head['rows'].astype(config.dtype)
-  return _rows(head['kernel'], head.get('bias'), config.dtype)
+  return Decoder(config).apply(
+    {'params': params}, config.dtype, method='head_rows'
+  )
 
 
 def _rows(kernel, bias, dtype):
