@@ -2,13 +2,14 @@
 
   python -m experiments.recovery --workdir=DIR[,DIR ...] [--part=0.95] [--json]
 
-Reads the runs of uptraining below the directories. The gap is the loss of the
-reference method right after conversion less the parent's, for the same number
-of KV heads, so that all methods are measured by the same goal. Losses are on
-the validation batches; between two evaluations they are taken to be linear in
-tokens. A method's curve is that of its longest alpha: a shorter run ends with
-a learning rate of its own. Where not every run reaches the goal, the number of
-those that do is given, and their median only if they are more than half.
+Reads the runs of uptraining below the directories, or the lines that --json
+printed of them. The gap is the loss of the reference method right after
+conversion less the parent's, for the same model and number of KV heads, so that
+all methods are measured by the same goal. Losses are on the validation batches;
+between two evaluations they are taken to be linear in tokens. A method's curve
+is that of its longest alpha: a shorter run ends with a learning rate of its
+own. Where not every run reaches the goal, the number of those that do is given,
+and their median only if they are more than half.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from absl import flags
 
 from gqa import cli, tables
 from gqa.report import read, recipes
+from gqa.report.read import Uptraining
 
-Curve = list[tuple[int, float]]  # tokens, loss
+Curve = Sequence[tuple[int, float]]  # tokens, loss
 
 
 def tokens_to(curve: Curve, goal: float) -> float | None:
@@ -47,54 +49,60 @@ def median_reached(reached: Sequence[float | None]) -> float | None:
   return None if middle == math.inf else middle
 
 
+def uptrainings(found: read.Found) -> list[Uptraining]:
+  """Runs of uptraining that are done, and what lines of results say of some."""
+  runs = [recipes.uptraining_of(run) for run in found.runs]
+  return [run for run in runs if run is not None] + found.uptrainings
+
+
 def rows(
-  runs: Iterable[read.Run], part: float = 0.95, reference: str = 'mean'
+  runs: Iterable[Uptraining], part: float = 0.95, reference: str = 'mean'
 ) -> list[dict[str, Any]]:
-  """One row for each number of KV heads and method, and its losses by alpha.
+  """One row for each model, KV heads and method, and its losses by alpha.
 
   Args:
-    runs: of `read.read`; those that are not of uptraining are left out.
+    runs: of `uptrainings`.
     part: of the gap that is to be recovered.
     reference: the method whose loss at alpha 0 begins the gap.
   """
   found = collections.defaultdict(lambda: collections.defaultdict(list))
   for run in runs:
-    how = recipes.how_of(run.meta.get('parent'))
-    if how is not None and run.state == read.DONE and run.alpha is not None:
-      heads = recipes.heads(run.config['model']['num_kv_heads'])
-      found[heads, _name(how, run)][run.alpha].append(run)
+    key = run.model, run.num_kv_heads, run.method
+    found[key][run.alpha].append(run)
   gaps = collections.defaultdict(list)
-  for (heads, _), by_alpha in found.items():
-    for run in by_alpha[max(by_alpha)]:
-      how = recipes.how_of(run.meta['parent'])
-      if how.method == reference and run.parent_loss is not None:
-        gaps[heads].append(_start(run) - run.parent_loss)
+  for (model, heads, method), by_alpha in found.items():
+    if method.split(',')[0] == reference:
+      for run in by_alpha[max(by_alpha)]:
+        if run.parent_loss is not None:
+          gaps[model, heads].append(_start(run) - run.parent_loss)
   table = []
-  for (heads, name), by_alpha in found.items():
+  for (model, heads, method), by_alpha in found.items():
     longest = by_alpha[max(by_alpha)]
     parent = longest[0].parent_loss
     row = {
+      'model': model,
       'num_kv_heads': heads,
-      'method': name,
+      'method': method,
       'parent_loss': parent,
       'loss': {0.0: recipes.mean_and_sd([_start(longest[0])])},
       'seeds': len(longest),
     }
     for alpha in sorted(by_alpha.keys() - {0.0}):
       row['loss'][alpha] = recipes.mean_and_sd(
-        [run.loss for run in by_alpha[alpha]]
+        [run.curve[-1][1] for run in by_alpha[alpha]]
       )
-    if gaps[heads] and parent is not None:
-      goal = parent + (1.0 - part) * statistics.mean(gaps[heads])
-      reached = [tokens_to(_curve(run), goal) for run in longest]
+    if gaps[model, heads] and parent is not None:
+      goal = parent + (1.0 - part) * statistics.mean(gaps[model, heads])
+      reached = [tokens_to(run.curve, goal) for run in longest]
       row |= {
         'goal': goal,
         'tokens': median_reached(reached),
         'reached': sum(t is not None for t in reached),
-        'trained_tokens': _curve(longest[0])[-1][0],
+        'trained_tokens': longest[0].curve[-1][0],
       }
     table.append(row)
   order = lambda row: (
+    row['model'],
     -recipes.heads_order(row['num_kv_heads'])[0],
     row['method'],
   )
@@ -104,11 +112,14 @@ def rows(
 def markdown(table: Sequence[dict[str, Any]]) -> str:
   """The rows as a table in Markdown."""
   alphas = sorted({alpha for row in table for alpha in row['loss']})
-  head = ['KV heads', 'method', "parent's loss"]
+  several = len({row['model'] for row in table}) > 1
+  head = ['model'] if several else []
+  head += ['KV heads', 'method', "parent's loss"]
   head += [f'alpha {alpha:g}' for alpha in alphas] + ['goal', 'tokens to it']
   lines = []
   for row in table:
-    line = [row['num_kv_heads'], row['method'], _number(row['parent_loss'])]
+    line = [row['model']] if several else []
+    line += [row['num_kv_heads'], row['method'], _number(row['parent_loss'])]
     for alpha in alphas:
       loss = row['loss'].get(alpha)
       text = '-' if loss is None else _number(loss['mean'])
@@ -120,22 +131,9 @@ def markdown(table: Sequence[dict[str, Any]]) -> str:
   return tables.markdown(head, lines)
 
 
-def _name(how: recipes.How, run: read.Run) -> str:
-  u = run.config.get('uptrain') or {}
-  name = str(how)
-  if u.get('distill'):
-    name += f', distilled {u["distill"]:g}'
-  return name + (', learned mixing' if u.get('learned_mixing') else '')
-
-
-def _start(run: read.Run) -> float:
+def _start(run: Uptraining) -> float:
   """The loss right after conversion."""
-  return run.curve('eval/loss')[0][1]
-
-
-def _curve(run: read.Run) -> Curve:
-  size = run.tokens_per_step
-  return [(step * size, loss) for step, loss in run.curve('eval/loss')]
+  return run.curve[0][1]
 
 
 def _number(value: float | None) -> str:
@@ -160,24 +158,32 @@ def main(argv):
   flag = flags.FLAGS
   if not 0 < flag.part < 1:
     raise ValueError(f'part={flag.part} must be between 0 and 1.')
-  runs = read.read(flag.workdir).runs
+  runs = uptrainings(read.read(flag.workdir))
   table = rows(runs, flag.part, flag.reference)
   if not table:
     raise ValueError(
       f'{", ".join(flag.workdir)} has no finished run of uptraining.'
     )
   if flag.json:
+    order = lambda run: (run.num_kv_heads, run.method, run.alpha, run.seed)
+    for run in sorted(runs, key=order):
+      print(json.dumps(run.to_line()))
     for row in table:
-      print(json.dumps(row))
+      print(json.dumps({'what': 'uptraining_recovery'} | row))
   else:
     print(markdown(table))
 
 
 def _define_flags():
-  flags.DEFINE_list('workdir', None, 'directories with runs', required=True)
+  flags.DEFINE_list(
+    'workdir',
+    None,
+    'directories with runs, or with lines of them',
+    required=True,
+  )
   flags.DEFINE_float('part', 0.95, 'of the gap')
   flags.DEFINE_string('reference', 'mean', 'method whose loss begins the gap')
-  flags.DEFINE_bool('json', False, 'print JSON lines instead')
+  flags.DEFINE_bool('json', False, 'print runs and rows as JSON lines instead')
 
 
 if __name__ == '__main__':

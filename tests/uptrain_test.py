@@ -33,7 +33,7 @@ from gqa import workdir as workdir_lib
 from gqa.config import ModelConfig
 from gqa.convert import checkpoints
 from gqa.mixing import Mixing
-from gqa.report import read
+from gqa.report import join, read, recipes, series
 
 KEY = jax.random.key(0)
 ROOT = pathlib.Path(__file__).parents[1]
@@ -560,7 +560,8 @@ def fake_run(method, alpha, losses, seed=0):
   return read.Run('r', pathlib.Path('r'), config, None, lines, meta, 'done')
 
 
-def test_every_method_is_measured_by_the_gap_of_the_mean():
+@pytest.fixture
+def uptrainings():
   runs = [
     fake_run('mean', 0.0, [(0, 3.0)]),
     fake_run('mean', 0.1, [(0, 3.0), (5, 2.0), (10, 1.05)]),
@@ -568,7 +569,11 @@ def test_every_method_is_measured_by_the_gap_of_the_mean():
     fake_run('low_rank', 0.1, [(0, 1.3), (10, 1.1)]),
     fake_run('low_rank', 0.1, [(0, 1.3), (10, 1.0)], seed=1),
   ]
-  low_rank, mean = recovery.rows(runs)
+  return [recipes.uptraining_of(run) for run in runs]
+
+
+def test_every_method_is_measured_by_the_gap_of_the_mean(uptrainings):
+  low_rank, mean = recovery.rows(uptrainings)
   assert (low_rank['num_kv_heads'], mean['num_kv_heads']) == ('1', '1')
   assert mean['goal'] == low_rank['goal'] == pytest.approx(1.1)
   assert {a: s['mean'] for a, s in mean['loss'].items()} == {
@@ -581,12 +586,39 @@ def test_every_method_is_measured_by_the_gap_of_the_mean():
   assert low_rank['loss'][0.1]['count'] == 2
 
 
+def test_lines_of_results_say_what_the_runs_said(uptrainings, tmp_path):
+  lines = [json.dumps(run.to_line()) for run in uptrainings]
+  torn = dict(json.loads(lines[0]))
+  del torn['curve']
+  derived = json.dumps({'what': 'uptraining_recovery'})
+  path = tmp_path / 'results.jsonl'
+  path.write_text('\n'.join([*lines, derived, json.dumps(torn)]))
+  found = read.read([tmp_path])
+  assert recovery.rows(recovery.uptrainings(found)) == recovery.rows(
+    uptrainings
+  )
+  (problem,) = found.problems
+  assert 'line 7 is no whole run of uptraining' in problem.what
+  drawn = [
+    (r['kv_heads'], r['method'].split(',')[0], r['alpha'], r['loss'])
+    for r in series.alphas(join.join(found))
+  ]
+  assert drawn == [
+    ('1', 'low_rank', 0.0, 1.3),
+    ('1', 'low_rank', 0.1, pytest.approx(1.05)),
+    ('1', 'mean', 0.0, 3.0),
+    ('1', 'mean', 0.05, 1.5),
+    ('1', 'mean', 0.1, 1.05),
+  ]
+
+
 @pytest.mark.parametrize(
   ('name', 'verbs'),
   [
     ('conversion_methods', {'train': 36, 'convert': 35}),
     ('uptraining_proportion', {'train': 91, 'convert': 9}),
     ('from_scratch_vs_uptrained', {'train': 33, 'convert': 18}),
+    ('smollm2_uptraining', {'train': 2, 'convert': 2}),
   ],
 )
 def test_experiments_have_valid_points_of_the_number_they_state(

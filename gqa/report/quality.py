@@ -141,52 +141,64 @@ def _wrapped(method: str) -> str:
 
 
 def alphas(rows: Rows):
-  """Loss against alpha, with the parent's line."""
+  """Loss against alpha, with the parent's line; a panel for each model."""
   rows = [r for r in rows if r['alpha'] is not None]
-  if len({r['alpha'] for r in rows}) < 2:
+  models = {
+    model: points
+    for model, points in axes_lib.split(rows, 'model').items()
+    if len({r['alpha'] for r in points}) > 1
+  }
+  if not models:
     return None
-  lines = axes_lib.split(rows, *series.LINE)
-  several = len({r['model'] for r in rows}) > 1
-  styles = style.styles(lines)
-  figure, (axis,) = axes_lib.make(1, 3.6)
-  for key, points in lines.items():
-    look = styles[key]
-    axis.errorbar(
-      [p['alpha'] for p in points],
-      [p['loss'] for p in points],
-      yerr=[p['loss_sd'] or 0.0 for p in points],
-      capsize=2.5,
-      elinewidth=0.9,
-      label=_line_label(key, several),
-      **look,
-    )
-    for p in points:
-      if p.get('stage') == 'converted':
-        axis.plot(
-          p['alpha'], p['loss'], look['marker'], color=look['color'], mfc='w'
-        )
-  parents = {r['parent_loss'] for r in rows if r.get('stage') is None} - {None}
-  if parents:
-    mean = sum(parents) / len(parents)
-    axis.axhline(mean, color=style.INK, linestyle=':', lw=1.2, label='parent')
-  values = sorted({r['alpha'] for r in rows})
-  axis.set_xscale('symlog', linthresh=min(v for v in values if v > 0))
-  axis.set_xticks(values, [_alpha_tick(v, rows) for v in values])
-  axis.minorticks_off()
-  axis.set_xlim(-0.15 * min(v for v in values if v > 0), 1.35 * values[-1])
-  axis.set(
-    xlabel="alpha, steps over the parent's (tokens below it)",
-    ylabel='loss, nats per token',
+  models = axes_lib.most(models)
+  lines = [axes_lib.split(points, *series.LINE) for _, points in models]
+  styles = style.styles(
+    dict.fromkeys(key[1:] for keys in lines for key in keys)
   )
-  axes_lib.legend_below(figure, [axis])
+  figure, axes = axes_lib.make(len(models), 3.6)
+  for axis, ((model,), points), keys in zip(axes, models, lines, strict=True):
+    for key, line in keys.items():
+      _alpha_line(axis, line, _line_label(key), styles[key[1:]])
+    parents = {r['parent_loss'] for r in points if r.get('stage') is None}
+    parents -= {None}
+    if parents:
+      mean = sum(parents) / len(parents)
+      axis.axhline(mean, color=style.INK, ls=':', lw=1.2, label='parent')
+    values = sorted({r['alpha'] for r in points})
+    least = min(v for v in values if v > 0)
+    axis.set_xscale('symlog', linthresh=least)
+    axis.set_xticks(values, [_alpha_tick(v, points) for v in values])
+    axis.minorticks_off()
+    axis.set_xlim(-0.15 * least, 1.35 * values[-1])
+    axis.set(
+      xlabel="alpha, steps over the parent's (tokens below it)",
+      ylabel='loss, nats per token',
+      title=model if len(models) > 1 else '',
+    )
+  axes_lib.legend_below(figure, axes)
   return figure
 
 
-def _line_label(key, several: bool) -> str:
-  model, heads, method = key
-  parts = [model] if several else []
-  parts.append(axes_lib.count(heads))
-  return ', '.join([*parts, method] if method else parts)
+def _alpha_line(axis, points, label, look):
+  axis.errorbar(
+    [p['alpha'] for p in points],
+    [p['loss'] for p in points],
+    yerr=[p['loss_sd'] or 0.0 for p in points],
+    capsize=2.5,
+    elinewidth=0.9,
+    label=label,
+    **look,
+  )
+  for p in points:
+    if p.get('stage') == 'converted':
+      axis.plot(
+        p['alpha'], p['loss'], look['marker'], color=look['color'], mfc='w'
+      )
+
+
+def _line_label(key) -> str:
+  _, heads, method = key
+  return ', '.join([axes_lib.count(heads)] + ([method] if method else []))
 
 
 def _alpha_tick(alpha, rows):

@@ -154,27 +154,32 @@ def _recovered(data):
   Of the recipe with the largest alpha; the median over its runs if all of them
   come so far.
   """
-  longest = {}
+  found = collections.defaultdict(lambda: collections.defaultdict(list))
   for recipe in data.recipes:
     if recipe.how is not None:
       line = recipes.size(recipe.model), recipe.heads, str(recipe.how)
-      if (recipe.alpha or 0) >= (longest[line].alpha if line in longest else 0):
-        longest[line] = recipe
-  found = {}
-  for line, recipe in longest.items():
-    tokens = [_tokens_to_recover(data, run) for run in recipe.done]
-    if tokens and None not in tokens:
-      found[line] = statistics.median(tokens)
-  return found
+      for run in recipe.done:
+        size = run.tokens_per_step
+        curve = [(step * size, loss) for step, loss in run.curve('eval/loss')]
+        tokens = _tokens_to_recover(data.parent_loss(run), curve)
+        found[line][recipe.alpha or 0].append(tokens)
+  for run in data.found.uptrainings:
+    line = run.model, run.num_kv_heads, run.method
+    tokens = _tokens_to_recover(run.parent_loss, run.curve)
+    found[line][run.alpha].append(tokens)
+  longest = {line: by_alpha[max(by_alpha)] for line, by_alpha in found.items()}
+  return {
+    line: statistics.median(tokens)
+    for line, tokens in longest.items()
+    if None not in tokens
+  }
 
 
-def _tokens_to_recover(data, run):
-  parent, curve = data.parent_loss(run), run.curve('eval/loss')
+def _tokens_to_recover(parent, curve):
   if parent is None or not curve or curve[0][0] != 0:
     return None
   goal = parent + 0.05 * (curve[0][1] - parent)
-  steps = [step for step, loss in curve if step and loss <= goal]
-  return steps[0] * run.tokens_per_step if steps else None
+  return next((at for at, loss in curve if at and loss <= goal), None)
 
 
 def from_scratch(data: Data) -> Table:

@@ -26,7 +26,9 @@ _SKIPPED = ('checkpoints', 'plugins')  # folders without results of their own
 # What a line of a .jsonl file says it is, beside rows of a benchmark.
 POSITIONS = 'cached_vs_uncached'
 CONVERSIONS = ('conversion', 'recovery')
-_PARTS = ('cached', 'uncached')  # what POSITIONS sums up
+UPTRAINING = 'uptraining'
+# What POSITIONS sums up, and what sums up UPTRAINING.
+_DERIVED = ('cached', 'uncached', 'uptraining_recovery')
 
 Row = Mapping[str, Any]
 
@@ -130,6 +132,34 @@ class Conversion:
   model: ModelConfig | None = None  # as it came out; unknown of a line
 
 
+@dataclasses.dataclass(frozen=True)
+class Uptraining:
+  """What a run of uptraining came to, also as a line of results."""
+
+  name: str  # of the run, or of the file of results
+  model: str
+  num_kv_heads: str
+  method: str  # and grouping, and what else tells it from others
+  alpha: float
+  seed: int
+  parent_loss: float | None
+  curve: Sequence[tuple[int, float]]  # tokens, and validation loss in nats
+
+  def to_line(self) -> Row:
+    """As a line of results."""
+    fields = dataclasses.asdict(self)
+    del fields['name']
+    return {'what': UPTRAINING} | fields
+
+  @classmethod
+  def from_line(cls, name: str, line: Row) -> Uptraining:
+    """Undoes `to_line`; KeyError or TypeError if it is not whole."""
+    names = [f.name for f in dataclasses.fields(cls)][1:]
+    fields = {name: line[name] for name in names}
+    fields['curve'] = [(int(at), float(loss)) for at, loss in line['curve']]
+    return cls(name, **fields)
+
+
 @dataclasses.dataclass
 class Benchmark:
   """Rows of one file."""
@@ -165,6 +195,7 @@ class Found:
   conversions: list[Conversion] = dataclasses.field(default_factory=list)
   benchmarks: list[Benchmark] = dataclasses.field(default_factory=list)
   points: list[Point] = dataclasses.field(default_factory=list)
+  uptrainings: list[Uptraining] = dataclasses.field(default_factory=list)
   positions: list[tuple[str, Row]] = dataclasses.field(default_factory=list)
   training_speeds: list[tuple[str, Row]] = dataclasses.field(
     default_factory=list
@@ -175,7 +206,8 @@ class Found:
   def is_empty(self) -> bool:
     """Whether there is no result at all."""
     results = (self.runs, self.conversions, self.benchmarks, self.points)
-    return not any((*results, self.positions, self.training_speeds))
+    results += (self.uptrainings, self.positions, self.training_speeds)
+    return not any(results)
 
   def conversion_at(self, path: pathlib.Path) -> Conversion | None:
     """The conversion whose workdir that is."""
@@ -347,7 +379,13 @@ def _read_lines(found: Found, file: pathlib.Path, name: str) -> None:
         'calibration': {'held_out_text': row.get('data')},
       }
       _add_conversion(found, f'{name}:{number}', file, result)
-    elif row.get('what') not in ('decode', *_PARTS):
+    elif row.get('what') == UPTRAINING:
+      try:
+        found.uptrainings.append(Uptraining.from_line(name, row))
+      except (KeyError, TypeError, ValueError) as error:
+        problem = f'line {number} is no whole run of uptraining: {error!r}'
+        found.problems.append(Problem(name, problem))
+    elif row.get('what') not in ('decode', *_DERIVED):
       unknown += 1
   if unknown:
     problem = f'{unknown} lines are results of no kind that is known here'

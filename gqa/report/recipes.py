@@ -12,7 +12,7 @@ from typing import Any
 from gqa import cells
 from gqa.config import ModelConfig
 from gqa.report import read
-from gqa.report.read import Found, Row, Run
+from gqa.report.read import Found, Row, Run, Uptraining
 
 SCRATCH = 'from scratch'
 # Fields that change neither what a step of decoding reads nor what it computes.
@@ -162,6 +162,32 @@ def how_of(fields: Any) -> How | None:
       )
     fields = fields.get('parent')
   return None
+
+
+def uptraining_of(run: Run) -> Uptraining | None:
+  """What a run of uptraining came to; None if it is not one, or not done."""
+  how = how_of(run.meta.get('parent'))
+  if how is None or run.alpha is None or run.state != read.DONE:
+    return None
+  method, options = str(how), run.config.get('uptrain') or {}
+  if options.get('distill'):
+    method += f', distilled {options["distill"]:g}'
+  if options.get('learned_mixing'):
+    method += ', learned mixing'
+  model = run.config['model']
+  return Uptraining(
+    name=run.name,
+    model='' if run.model is None else size(run.model),
+    num_kv_heads=heads(model['num_kv_heads'] or model['num_heads']),
+    method=method,
+    alpha=run.alpha,
+    seed=run.config['seed'],
+    parent_loss=run.parent_loss,
+    curve=[
+      (step * run.tokens_per_step, loss)
+      for step, loss in run.curve('eval/loss')
+    ],
+  )
 
 
 def size(model: ModelConfig) -> str:

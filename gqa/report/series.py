@@ -115,9 +115,37 @@ def uptrained(data: Data) -> Rows:
       | {'runs': '; '.join(run.name for run in runs.values())}
     )
   return sorted(
-    rows,
+    [*rows, *_published(data)],
     key=lambda r: (heads_order(r['kv_heads']), r['method'], r['alpha'] or 0),
   )
+
+
+def _published(data: Data) -> Rows:
+  """Rows of `uptrained` from lines of results."""
+  groups = collections.defaultdict(list)
+  for run in data.found.uptrainings:
+    text = f'that of {run.name}'
+    groups[run.num_kv_heads, run.model, run.method, text].append(run)
+  rows = []
+  for (heads, model, method, text), runs in groups.items():
+    parents = [r.parent_loss for r in runs if r.parent_loss is not None]
+    common = {
+      'kv_heads': heads,
+      'model': model,
+      'method': method,
+      'parent_loss': recipes.mean_and_sd(parents)['mean'],
+      'text': text,
+      'runs': runs[0].name,
+    }
+    starts = {loss for run in runs for at, loss in run.curve if at == 0}
+    if starts:
+      loss = loss_fields(recipes.mean_and_sd(sorted(starts)))
+      rows.append(common | {'alpha': 0.0, 'tokens': 0, **loss})
+    for alpha in sorted({run.alpha for run in runs} - {0.0}):
+      ends = [run.curve[-1] for run in runs if run.alpha == alpha]
+      loss = loss_fields(recipes.mean_and_sd([loss for _, loss in ends]))
+      rows.append(common | {'alpha': alpha, 'tokens': ends[0][0], **loss})
+  return rows
 
 
 def alphas(data: Data) -> Rows:
