@@ -73,10 +73,11 @@ def make_train_step(
   """Returns (optimizer, train_step).
 
   `train_step(state, batch, key) -> (state, metrics)` is one update from a batch
-  of [B, T] arrays; the key is the run's own. Its gradient is the sum over all micro-batches (and devices)
-  of the gradients of summed token losses, divided once by the sum of weights.
-  An update whose gradient is not finite is skipped and counted. Where `origin`
-  has a teacher its parameters are one more argument.
+  of [B, T] arrays; the key is the run's own. Its gradient is the sum over all
+  micro-batches (and devices) of the gradients of summed token losses, divided
+  once by the sum of weights. An update whose gradient is not finite is skipped
+  and counted. Where `origin` has a teacher its parameters are one more
+  argument.
   """
   # Without a step nothing is updated, but there is a state.
   num_steps = max(config.train.num_steps, 1)

@@ -1,7 +1,7 @@
 """A Hugging Face directory: config.json and safetensors, nothing outside of it.
 
-Of one that is read only plain files of itself are opened: no file that a name or a
-symbolic link points to elsewhere, no pickle, and no code.
+Of one that is read only plain files of itself are opened: no file that a name
+or a symbolic link points to elsewhere, no pickle, and no code.
 """
 
 from __future__ import annotations
