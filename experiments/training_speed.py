@@ -141,7 +141,7 @@ def torch_program(shape, options, hugging_face=False):
       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
       optimizer.step()
       optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    return float(loss.detach())
 
   return run
 
@@ -309,16 +309,21 @@ def main(argv):
   wanted = f.systems or list(SYSTEMS)
   workers = {}
   for name in wanted:
+    print(f'starting {name}', file=sys.stderr, flush=True)
     program, options = SYSTEMS[name]
     workers[name] = Worker(program, f.shape, options | {'steps': f.steps})
   peak = Worker('peak', f.shape, {})
   seconds = {name: [] for name in wanted}
   peaks, losses = [], {}
-  for _ in range(f.rounds):
+  tokens = shape.batch * shape.length * f.steps
+  for i in range(f.rounds):
     peaks.append(peak.run()[1])
     for name, one in workers.items():
       elapsed, losses[name] = one.run()
       seconds[name].append(elapsed)
+      speed = tokens * SYSTEMS[name][1].get('seeds', 1) / elapsed
+      text = f'round {i + 1} of {f.rounds}: {name}, {speed:,.0f} tokens/s'
+      print(text, file=sys.stderr, flush=True)
   for one in (peak, *workers.values()):
     one.close()
   report(f, shape, seconds, losses, peaks)
