@@ -170,7 +170,7 @@ def _like(default: Any, text: str) -> Any:
       # Quotes, which a tuple of strings has in Python, may be left out.
       if isinstance(value, tuple) and all(isinstance(x, str) for x in value):
         return value
-      return tuple(text.split(','))
+      return tuple(part.strip() for part in text.split(','))
     # A string among numbers stays one, which is refused.
     return value if isinstance(value, tuple | str) else (value,)
   if isinstance(default, float) and type(value) is int:

@@ -226,6 +226,7 @@ SIZED = (
     ),
     ({'deep': 'true', 'heads': '4,2'}, {'deep': True, 'heads': (4, 2)}),
     ({'heads': '2', 'ways': 'first'}, {'heads': (2,), 'ways': ('first',)}),
+    ({'ways': 'first, random'}, {'ways': ('first', 'random')}),
     ({'ways': 'first,random'}, {'ways': ('first', 'random')}),
     ({'ways': "('first', 'random')"}, {'ways': ('first', 'random')}),
     ({'ways': '1,2'}, {'ways': ('1', '2')}),

@@ -153,10 +153,16 @@ class Uptraining:
 
   @classmethod
   def from_line(cls, name: str, line: Row) -> Uptraining:
-    """Undoes `to_line`; KeyError or TypeError if it is not whole."""
+    """Undoes `to_line`.
+
+    Raises:
+      KeyError, TypeError, ValueError: it is not whole, or has no loss.
+    """
     names = [f.name for f in dataclasses.fields(cls)][1:]
     fields = {name: line[name] for name in names}
     fields['curve'] = [(int(at), float(loss)) for at, loss in line['curve']]
+    if not fields['curve']:
+      raise ValueError('curve is empty')
     return cls(name, **fields)
 
 

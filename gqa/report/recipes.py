@@ -167,7 +167,7 @@ def how_of(fields: Any) -> How | None:
 def uptraining_of(run: Run) -> Uptraining | None:
   """What a run of uptraining came to; None if it is not one, or not done."""
   how = how_of(run.meta.get('parent'))
-  if how is None or run.alpha is None or run.state != read.DONE:
+  if how is None or run.alpha is None or run.loss is None:
     return None
   method, options = str(how), run.config.get('uptrain') or {}
   if options.get('distill'):
