@@ -102,7 +102,8 @@ class Cached:
   def arguments(self):
     """What `start` takes besides the parameters; the cache is new."""
     work, (lengths, *settings) = self.work, self.settings
-    empty = cache.init_cache(work.config, 1, work.prompt_len + work.new_tokens)
+    slots = cache.whole_tiles(work.prompt_len + work.new_tokens)
+    empty = cache.init_cache(work.config, 1, slots)
     return self.prompt, lengths, empty, *settings
 
   def draw(self):

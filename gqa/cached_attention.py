@@ -18,6 +18,8 @@ chunks.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -166,14 +168,16 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
       visible = visible & recent[None]
     scores, values, scale = _block_scores(q, layer, at, count)
     scores = scores_lib.capped(scores, softcap)
-    mask = visible[:, None, None]  # [B, 1, 1, 1 or T, count]
-    scores = jnp.where(mask, scores, scores_lib.MASKED)
-    new_top = jnp.maximum(top, scores.max(axis=-1))
+    slot_axes = tuple(range(4, scores.ndim))
+    mask = visible.reshape(*visible.shape[:2], *scores.shape[4:])
+    scores = jnp.where(mask[:, None, None], scores, scores_lib.MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=slot_axes))
     # Above all that is masked, so that a row which sees nothing weighs 0.
     base = jnp.maximum(new_top, 0.5 * scores_lib.MASKED)
-    weights = jnp.exp(scores - base[..., None])
+    weights = jnp.exp(scores - jnp.expand_dims(base, slot_axes))
     shrink = jnp.exp(top - new_top)
-    total = total * shrink + weights.sum(axis=-1)
+    total = total * shrink + weights.sum(axis=slot_axes)
+    weights = weights.reshape(*q.shape[:-1], count)
     if scale is not None:
       weights = weights * scale
     out = out * shrink[..., None] + jnp.einsum(
@@ -208,21 +212,33 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
 
 
 def _block_scores(q, layer, first, count):
-  """Scores of a block [B, K, G, T, S], its values, and their scales."""
+  """Scores as of `_products`, the values, and the scales of these."""
   k, v, k_scale, v_scale = cache_lib.read(layer, first, count)
-  scores = jnp.einsum(
-    f'BKGTH,{layer.k_axes}->BKGTS',
-    q,
-    k.astype(q.dtype),
-    preferred_element_type=jnp.float32,
-  )
+  scores = _products(q, k.astype(q.dtype), layer.k_axes)
   if k_scale is None:
     return scores, v.astype(q.dtype), None
-  heads_first = lambda x, axes: (
-    x.swapaxes(1, 2) if axes.startswith('BS') else x
+  heads_first = lambda x: (
+    x.swapaxes(1, 2) if layer.scale_axes == 'BSK' else x
   )[:, :, None, None, :]
-  scores = scores * heads_first(k_scale, layer.k_axes)
-  return scores, v.astype(q.dtype), heads_first(v_scale, layer.v_axes)
+  scores = scores * heads_first(k_scale).reshape(
+    *k_scale.shape[:1], -1, 1, 1, *scores.shape[4:]
+  )
+  return scores, v.astype(q.dtype), heads_first(v_scale)
+
+
+def _products(q, k, k_axes):
+  """Queries [B, K, G, T, H] times keys: [B, K, G, T, S], or of tiles [..., n, t].
+
+  The two axes stay apart: where they are one, XLA on CPU finds a number's place
+  by a division for each.
+  """
+  multiply = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  if k_axes != 'BKnHt':
+    return multiply(f'BKGTH,{k_axes}->BKGTS', q, k)
+  if q.shape[3] > 1:
+    return multiply('BKGTH,BKHS->BKGTS', q, cache_lib.join_tiles(k))
+  q = jnp.broadcast_to(q[:, :, None], (*k.shape[:3], *q.shape[2:]))
+  return jnp.moveaxis(multiply('BKnGTH,BKnHt->BKnGTt', q, k), 2, 4)
 
 
 def _merge(a, a_lse, b, b_lse):

@@ -52,7 +52,10 @@ class Cell:
   @property
   def slots(self) -> int:
     """Tokens of each row that the cache has room for."""
-    return self.cache_len or self.context + self.steps
+    if self.cache_len:
+      return self.cache_len
+    needed = self.context + self.steps
+    return cache_lib.whole_tiles(needed) if self.system == 'gqa' else needed
 
   @property
   def weights(self) -> Any:
@@ -94,6 +97,7 @@ class Cell:
     fields = dataclasses.asdict(self)
     fields['num_kv_heads'] = self.model.num_kv_heads
     fields['dtype'] = self.model.dtype
+    fields['slots'] = self.slots
     return json.loads(json.dumps(fields))
 
   def _setting(self, context: int) -> cost.Setting:
@@ -209,16 +213,17 @@ def _check(cell: Cell) -> None:
       'sliding_window is unset; set it, or leave ring out.'
     )
   tokens = f'grid.context={cell.context} and steps={cell.steps}'
-  if cell.slots < cell.context + cell.steps:
+  room = cell.cache_len or cell.context + cell.steps
+  if room < cell.context + cell.steps:
     raise ValueError(
       f'{tokens} do not fit into a cache of grid.cache_len={cell.cache_len}; '
       'raise that, or 0 for a cache that fits.'
     )
-  if cell.slots > cell.model.max_len:
+  if room > cell.model.max_len:
     if cell.cache_len:
       tokens = f'grid.cache_len={cell.cache_len}'
     raise ValueError(
-      f'{tokens}: {cell.slots} tokens are more than model.max_len='
+      f'{tokens}: {room} tokens are more than model.max_len='
       f'{cell.model.max_len}; raise that.'
     )
 

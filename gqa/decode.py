@@ -213,7 +213,8 @@ def generate(
     stop_ids: ids that end a row. Such an id is kept, and pad_id follows; when
       all rows have ended, nothing more is computed.
     pad_id: see stop_ids.
-    max_len: slots of the cache; as many as are needed unless given.
+    max_len: tokens that the cache has room for at least; as many as are needed
+      unless given.
     cache_kind: as `kind` in `cache.init_cache`.
     cache_dtype: as `dtype` there.
     cache_layout: as `layout` there.
@@ -284,7 +285,7 @@ def _generate(
   # by fewer steps than there are scans, into slots of its own.
   scans = -(-rest // STEPS) if stop_ids.size else min(rest, 1)
   size = -(-rest // max(scans, 1))
-  slots = max(max_len, T + 1 + scans * size)
+  slots = cache_lib.whole_tiles(max(max_len, T + 1 + scans * size))
   cache = cache_lib.init_cache(config, B, slots, *cache_options)
   state, logprob = start(
     params,

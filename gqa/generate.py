@@ -179,7 +179,11 @@ def stream(
   )
   rows = [_Text(tokenizer, stop) for _ in prompts]
   cache = cache_lib.init_cache(
-    config, B, T + 1 + calls * STEPS, cache_kind, cache_dtype
+    config,
+    B,
+    cache_lib.whole_tiles(T + 1 + calls * STEPS),
+    cache_kind,
+    cache_dtype,
   )
   cost.cache_bytes = cache_lib.cache_bytes(cache)
   cost.prompt_tokens = int(lengths.sum())

@@ -416,7 +416,10 @@ def test_a_peer_runs_the_same_cells_in_the_same_rounds(peers):
   assert peer['step_seconds'] == 2.0
   assert peer['group'] == gqa[0]['group']
   assert peer['versions']['fake'] == '1.0'
-  assert peer['cache_bytes_by_formula'] == gqa[0]['cache_bytes_by_formula']
+  # A peer has as much room as it needs, we have whole tiles.
+  assert (peer['slots'], gqa[0]['slots']) == (9, 64)
+  for row in (peer, gqa[0]):
+    assert row['cache_bytes_by_formula'] == 64 * row['slots'] + 8
   assert refused['status'] == 'skipped'
   assert refused['reason'] == 'one row is enough'
   ratios = [

@@ -85,9 +85,23 @@ def test_a_ring_has_no_more_slots_than_the_window_or_the_text():
   assert cache.init_cache(WINDOWED, 1, 3, 'ring').layers[0].num_slots == 3
 
 
+def by_slot(layer, name):
+  """An array of a layer's cache, [S, ...]; None if it has none."""
+  array = getattr(layer, name)
+  if array is None:
+    return None
+  axes = layer.v_axes if name == 'v' else layer.scale_axes
+  if name == 'k':
+    axes = layer.k_axes
+    if layer.layout == 'tiled':
+      array, axes = cache.join_tiles(array), 'BKHS'
+  return np.moveaxis(np.asarray(array), axes.index('S'), 0)
+
+
 @pytest.mark.parametrize('layout', cache.LAYOUTS)
 @pytest.mark.parametrize('kind', cache.KINDS)
-def test_a_step_changes_only_the_slot_of_its_token(kind, layout):
+def test_a_step_changes_only_the_slot_of_its_token(kind, layout, monkeypatch):
+  monkeypatch.setattr(cache, 'TILE', 4)
   params, tokens = random_params(WINDOWED), random_tokens()
   before = cache.init_cache(WINDOWED, 2, 12, kind, layout=layout)
   before = before.replace(starts=RAGGED)
@@ -97,16 +111,13 @@ def test_a_step_changes_only_the_slot_of_its_token(kind, layout):
   np.testing.assert_array_equal(after.starts, RAGGED)
   slot = 7 % 5 if kind == 'ring' else 7
   for old, new in zip(before.layers, after.layers, strict=True):
-    for name, axes in (('k', old.k_axes), ('v', old.v_axes)):
-      for suffix in ('', '_scale'):
-        a, b = (getattr(layer, name + suffix) for layer in (old, new))
-        if a is None:
-          assert suffix and kind != 'int8'
-          continue
-        axis = (axes.replace('H', '') if suffix else axes).index('S')
-        same = np.moveaxis(np.asarray(a) == np.asarray(b), axis, 0)
-        same = same.reshape(len(same), -1).all(axis=1)
-        np.testing.assert_array_equal(same, np.arange(len(same)) != slot)
+    for name in ('k', 'v', 'k_scale', 'v_scale'):
+      a, b = by_slot(old, name), by_slot(new, name)
+      if a is None:
+        assert name.endswith('_scale') and kind != 'int8'
+        continue
+      same = (a == b).reshape(len(a), -1).all(axis=1)
+      np.testing.assert_array_equal(same, np.arange(len(same)) != slot)
 
 
 @pytest.mark.parametrize('count', [1, 2, 4, 5, 6, 13])
@@ -122,11 +133,32 @@ def test_a_ring_holds_the_last_tokens_however_many_are_written(count):
     length += count
     held = cache.token_index(layer, jnp.arange(5), jnp.int32(length))
     expected = np.where(held >= 0, held + 1, 0)
-    k = np.moveaxis(np.asarray(layer.k), layer.k_axes.index('S'), 0)
-    v = np.moveaxis(np.asarray(layer.v), layer.v_axes.index('S'), 0)
-    np.testing.assert_array_equal(k.reshape(5, -1)[:, 0], expected)
-    np.testing.assert_array_equal(v.reshape(5, -1)[:, -1], -expected)
+    k, v = (by_slot(layer, name).reshape(5, -1) for name in 'kv')
+    np.testing.assert_array_equal(k[:, 0], expected)
+    np.testing.assert_array_equal(v[:, -1], -expected)
     assert set(range(max(0, length - 5), length)) <= set(held.tolist())
+
+
+@pytest.mark.parametrize('kind', ['full', 'ring'])
+@pytest.mark.parametrize('count', [1, 2, 3, 4, 5, 9, 15, 16])
+def test_tiles_hold_each_token_in_its_slot_however_many_are_written(
+  count, kind, monkeypatch
+):
+  monkeypatch.setattr(cache, 'TILE', 4)
+  config = make(num_kv_heads=2, sliding_window=16)
+  layer = cache.init_cache(config, 1, 16, kind).layers[0]
+  assert layer.k.shape == (1, 2, 4, 8, 4)
+  write = jax.jit(cache.write)
+  rng = np.random.default_rng(0)
+  expected, length = np.zeros((16, 1, 2, 8), np.float32), 0
+  while length + count <= (16 if kind == 'full' else 50):
+    new = rng.normal(size=(1, count, 2, 8)).astype(np.float32)
+    layer = write(layer, new, new, None, None, jnp.int32(length))
+    for i in range(count):
+      expected[(length + i) % 16] = new[:, i]
+    length += count
+    np.testing.assert_array_equal(by_slot(layer, 'k'), expected)
+    np.testing.assert_array_equal(by_slot(layer, 'v'), expected)
 
 
 def test_int8_keeps_each_token_and_head_within_half_a_step_of_its_scale():
@@ -153,7 +185,7 @@ def test_int8_keeps_each_token_and_head_within_half_a_step_of_its_scale():
     (dict(dtype='fp8'), ['fp8']),
     (dict(max_len=0), ['max_len=0']),
     (dict(batch_size=0), ['batch_size=0']),
-    (dict(layout='BSHK'), ['BSHK', 'split']),
+    (dict(layout='BSHK'), ['BSHK', 'tiled']),
   ],
 )
 def test_what_does_not_fit_is_refused_with_a_way_out(fields, words):
@@ -186,5 +218,5 @@ def test_head_dim_is_a_field_of_its_own():
   layer = cache.init_cache(config, 3, 7, layout='token').layers[0]
   assert layer.k.shape == layer.v.shape == (3, 7, 2, 8)
   config = dataclasses.replace(config, head_dim=6)
-  layer = cache.init_cache(config, 3, 7, layout='split').layers[0]
+  layer = cache.init_cache(config, 3, 7, layout='tiled').layers[0]
   assert layer.k.shape == (3, 2, 6, 7) and layer.v.shape == (3, 2, 7, 6)

@@ -36,7 +36,8 @@ prefill = jax.jit(decode.prefill, static_argnames=('config', 'chunk_size'))
 @pytest.fixture
 def small_blocks(monkeypatch):
   """Several blocks of slots and of rows in a cache of a few tokens."""
-  monkeypatch.setattr(cached_attention, 'BLOCK', 5)
+  monkeypatch.setattr(cached_attention, 'BLOCK', 4)
+  monkeypatch.setattr(cache, 'TILE', 2)
   monkeypatch.setattr(cached_attention, 'ROWS', 4)
   jax.clear_caches()
   yield
@@ -70,7 +71,7 @@ def test_any_grouping_gives_the_logits_without_a_cache(name, small_blocks):
 def test_any_chunks_and_layout_give_the_same(layout, small_blocks):
   config = make(**GROUPINGS['layers differ'])
   in_chunks(config, 'full', layout=layout)
-  all_chunks = CHUNKS if layout == 'split' else FEW
+  all_chunks = CHUNKS if layout == 'tiled' else FEW
   in_chunks(config, 'ring', layout=layout, all_chunks=all_chunks)
 
 

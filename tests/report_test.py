@@ -176,7 +176,7 @@ def test_the_largest_batch_fills_the_memory(workdir):
     model = ModelConfig.from_dict(line['model'])
     slot = 2 * 4 * sum(model.kv_heads) * model.head_dim
     weights = 4 * cost.param_count(model)
-    per_row = slot * (line['context'] + line['steps']) + 4  # and its start
+    per_row = slot * line['slots'] + 4  # and its start
     assert most == (limit - weights - 4) // per_row
 
 

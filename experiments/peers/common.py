@@ -49,11 +49,6 @@ def check(cell):
     raise Unsupported('it computes in the type of its weights')
 
 
-def slots(cell):
-  """Tokens of each row that the cache has room for."""
-  return cell['cache_len'] or cell['context'] + cell['steps']
-
-
 class Shared:
   """Models, each kept as long as a cell has it."""
 

@@ -16,7 +16,6 @@ from experiments.peers.common import (
   Shared,
   Unsupported,
   check,
-  slots,
 )
 
 CHUNK = 2048  # tokens that it is given at a time
@@ -78,7 +77,7 @@ class LlamaCppRun:
     self.vocab_size = cell['model']['vocab_size']
     self.prompts = rng.integers(self.vocab_size, size=(self.rows, self.length))
     params = c.llama_context_default_params()
-    params.n_ctx = self.rows * -(-slots(cell) // 256) * 256
+    params.n_ctx = self.rows * -(-cell['slots'] // 256) * 256
     params.n_seq_max = self.rows
     params.n_batch = max(CHUNK, self.rows)
     params.n_threads = params.n_threads_batch = system.threads

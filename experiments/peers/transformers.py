@@ -11,7 +11,6 @@ from experiments.peers.common import (
   Shared,
   Unsupported,
   check,
-  slots,
 )
 
 
@@ -117,7 +116,7 @@ class TransformersRun:
     cell, shape = self.cell, self.cell['model']
     self.cache = self.system.transformers.StaticCache(
       config=self.model.config,
-      max_cache_len=slots(cell),
+      max_cache_len=cell['slots'],
     )
     self.cache.early_initialization(
       batch_size=cell['batch_size'],

@@ -42,8 +42,7 @@ def cache_bytes(data: Data) -> Table:
         if devices in divisors(timing.model.num_heads):
           setting = Setting(
             batch_size=row['batch_size'],
-            context=row.get('cache_len')
-            or row['context'] + row.get('steps', 0),
+            context=_slots(row),
             kind=row['cache_kind'],
             cache_dtype=None
             if row['cache_kind'] == 'int8'
@@ -80,6 +79,12 @@ def cache_bytes(data: Data) -> Table:
     'On several devices KV heads are split where that divides them, and held '
     'by each device where it does not.',
   )
+
+
+def _slots(row):
+  """Tokens that a cache had room for; rows of early versions do not say."""
+  needed = row['context'] + row.get('steps', 0)
+  return row.get('slots') or row.get('cache_len') or needed
 
 
 def audit() -> Table:
