@@ -217,13 +217,11 @@ def _block_scores(q, layer, first, count):
   scores = _products(q, k.astype(q.dtype), layer.k_axes)
   if k_scale is None:
     return scores, v.astype(q.dtype), None
-  heads_first = lambda x: (
-    x.swapaxes(1, 2) if layer.scale_axes == 'BSK' else x
-  )[:, :, None, None, :]
-  scores = scores * heads_first(k_scale).reshape(
-    *k_scale.shape[:1], -1, 1, 1, *scores.shape[4:]
-  )
-  return scores, v.astype(q.dtype), heads_first(v_scale)
+  if layer.scale_axes == 'BSK':
+    k_scale, v_scale = (x.swapaxes(1, 2) for x in (k_scale, v_scale))
+  k_scale, v_scale = (x[:, :, None, None] for x in (k_scale, v_scale))
+  k_scale = k_scale.reshape(*k_scale.shape[:4], *scores.shape[4:])
+  return scores * k_scale, v.astype(q.dtype), v_scale
 
 
 def _products(q, k, k_axes):

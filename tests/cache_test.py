@@ -161,6 +161,17 @@ def test_tiles_hold_each_token_in_its_slot_however_many_are_written(
     np.testing.assert_array_equal(by_slot(layer, 'v'), expected)
 
 
+def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
+  config = make(num_heads=12, num_kv_heads=(12, 6, 4, 3, 1), num_layers=5)
+  made = cache.init_cache(config, 1, cache.whole_tiles(70), layout='tiled')
+  assert made.layers[1].k.shape == (1, 6, 2, 8, 64)
+  layouts = [layer.layout for layer in made.layers]
+  assert layouts == ['split', 'tiled', 'tiled', 'split', 'split']
+  made = cache.init_cache(config, 1, 70, layout='tiled')  # no whole tiles
+  assert {layer.layout for layer in made.layers} == {'split'}
+  assert made.capacity == 70
+
+
 def test_int8_keeps_each_token_and_head_within_half_a_step_of_its_scale():
   layer = cache.init_cache(make(), 1, 4, 'int8').layers[0]
   rng = np.random.default_rng(0)
