@@ -40,7 +40,9 @@ PLATFORM_LAYOUTS = {'cpu': 'tiled'}  # elsewhere 'token'
 # Slots of a tile of keys: a product for each is faster than one for all, but
 # wants a copy of the queries for each. For 2 or 3 query heads of a KV head a
 # step (8 rows, 2,048 and 8,192 tokens, M110) takes 0.85 to 0.93 of the time,
-# for 4 the same, for 6 more, and for one the single product is faster.
+# for 4 the same, for 6 more, and for one the single product is faster: cells of
+# experiments/decode_cost.py against 'split' keys, which TILED_GROUPS = () gives,
+# on 2 cores of an AMD EPYC (Zen 4), 2026-11-30.
 TILE = 64
 TILED_GROUPS = (2, 3)
 

@@ -29,7 +29,7 @@ from gqa import cache as cache_lib
 from gqa import scores as scores_lib
 from gqa.cache import LayerCache
 
-BLOCK = 256  # slots read at a time
+BLOCK = 256  # slots read at a time, a multiple of cache.TILE
 WHOLE = 0.5  # live share of the cache above which it is read in one piece
 ROWS = 128  # queries at a time
 
