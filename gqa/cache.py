@@ -37,14 +37,14 @@ LAYOUTS = {
 }
 PLATFORM_LAYOUTS = {'cpu': 'tiled'}  # elsewhere 'token'
 
-# Slots of a tile of keys: a product for each is faster than one for all, but
-# wants a copy of the queries for each. For 2 or 3 query heads of a KV head a
-# step (8 rows, 2,048 and 8,192 tokens, M110) takes 0.85 to 0.93 of the time,
-# for 4 the same, for 6 more, and for one the single product is faster: cells of
-# experiments/decode_cost.py against 'split' keys, which TILED_GROUPS = () gives,
-# on 2 cores of an AMD EPYC (Zen 4), 2026-11-30.
+# Slots of a tile of keys. A product for each tile and one token is faster on CPU
+# than one for all keys, but wants a copy of the queries for each; where it pays,
+# `_fits_tiles` says. In bfloat16 it is faster to read the values so too. Steps of
+# M110 (experiments/decode_cost.py, 8 rows) against 'split' keys, 2 cores of an
+# AMD EPYC (Zen 4), 2026-11-30: 0.85 to 0.93 of the time with 4 and 6 KV heads at
+# 2,048 and 8,192 tokens, 0.93 to 0.98 with 12 at up to 512; in bfloat16 0.70 with
+# 12 KV heads at 128 and 0.49 at 2,048, 0.87 with 4 at 2,048.
 TILE = 64
-TILED_GROUPS = (2, 3)
 
 
 @struct.dataclass
@@ -344,9 +344,15 @@ def token_index(
 
 
 def _fits_tiles(config, num_kv_heads, num_slots):
-  """Whether a layer's keys are faster in tiles, and fill them."""
+  """Whether a layer's keys fill tiles, and are faster in them."""
+  if num_slots % TILE:
+    return False
+  if config.dtype != 'float32':
+    return True
   group = config.num_heads // num_kv_heads
-  return group in TILED_GROUPS and num_slots % TILE == 0
+  if group == 1:
+    return num_slots * config.head_dim <= 1 << 15
+  return group <= 4 or num_slots <= 1024
 
 
 def _plan(config, batch_size, max_len, kind, dtype):

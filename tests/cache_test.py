@@ -162,14 +162,31 @@ def test_tiles_hold_each_token_in_its_slot_however_many_are_written(
 
 
 def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
-  config = make(num_heads=12, num_kv_heads=(12, 6, 4, 3, 1), num_layers=5)
-  made = cache.init_cache(config, 1, cache.whole_tiles(70), layout='tiled')
-  assert made.layers[1].k.shape == (1, 6, 2, 8, 64)
-  layouts = [layer.layout for layer in made.layers]
-  assert layouts == ['split', 'tiled', 'tiled', 'split', 'split']
-  made = cache.init_cache(config, 1, 70, layout='tiled')  # no whole tiles
-  assert {layer.layout for layer in made.layers} == {'split'}
-  assert made.capacity == 70
+  config = make(
+    num_heads=12,
+    num_kv_heads=(12, 6, 4, 3, 1),
+    num_layers=5,
+    head_dim=64,
+    max_len=1 << 13,
+  )
+
+  def layouts(config, num_slots):
+    made = jax.eval_shape(
+      lambda: cache.init_cache(config, 1, num_slots, layout='tiled')
+    )
+    assert made.capacity == num_slots
+    return [layer.layout for layer in made.layers]
+
+  slots = cache.whole_tiles(70)
+  assert slots == 128
+  made = cache.init_cache(config, 1, slots, layout='tiled')
+  assert made.layers[1].k.shape == (1, 6, 2, 64, 64)
+  assert layouts(config, 512) == ['tiled'] * 5
+  assert layouts(config, 1024) == ['split'] + ['tiled'] * 4
+  assert layouts(config, 4096) == ['split'] + ['tiled'] * 3 + ['split']
+  assert layouts(config, 70) == ['split'] * 5  # no whole tiles
+  narrow = dataclasses.replace(config, dtype='bfloat16')
+  assert layouts(narrow, 4096) == ['tiled'] * 5
 
 
 def test_int8_keeps_each_token_and_head_within_half_a_step_of_its_scale():

@@ -39,6 +39,7 @@ def small_blocks(monkeypatch):
   monkeypatch.setattr(cached_attention, 'BLOCK', 4)
   monkeypatch.setattr(cache, 'TILE', 2)
   monkeypatch.setattr(cached_attention, 'ROWS', 4)
+  monkeypatch.setattr(cached_attention, 'LONG', 4)
   jax.clear_caches()
   yield
   jax.clear_caches()
@@ -83,6 +84,17 @@ def test_an_int8_cache_is_near(layout, small_blocks):
 
 def test_a_bfloat16_cache_serves_a_float32_model(small_blocks):
   in_chunks(make(), 'full', dtype='bfloat16', atol=0.08, all_chunks=FEW[:1])
+
+
+@pytest.mark.parametrize('num_kv_heads', [4, 2])
+def test_tiles_of_bfloat16_give_the_logits_without_a_cache(
+  num_kv_heads, small_blocks
+):
+  # One query head of a KV head is multiplied twice; values are in tiles too.
+  config = make(num_kv_heads=num_kv_heads, dtype='bfloat16')
+  made = cache.init_cache(config, 2, 12, layout='tiled')
+  assert made.layers[0].layout == 'tiled'
+  in_chunks(config, 'full', layout='tiled', atol=0.1)
 
 
 def test_chunks_do_not_matter_even_where_the_cache_rounds():
