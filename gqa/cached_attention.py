@@ -3,7 +3,7 @@
 The cache is read in blocks of slots with a running softmax, from the first
 slot that a row may see to the last one written: a step costs what the live
 length costs, however large the cache is. Cutting a block out copies it, so one
-token reads a cache that is mostly live in one piece, which is up to three times
+token reads a span that is mostly live in one piece, which is up to three times
 as fast. Keys and values are read at their K heads, for the G query heads that
 share one in the same product.
 
@@ -30,7 +30,7 @@ from gqa import scores as scores_lib
 from gqa.cache import LayerCache
 
 BLOCK = 256  # slots read at a time, a multiple of cache.TILE
-WHOLE = 0.5  # live share of the cache above which it is read in one piece
+WHOLE = 0.5  # live share of a span above which it is read in one piece
 ROWS = 128  # queries at a time
 LONG = 1024  # slots of bfloat16 values from which on tiles are faster
 
@@ -145,35 +145,57 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
   """`over_cache` with all queries at once."""
   G, T = q.shape[2:4]
   # XLA on CPU multiplies two rows of bfloat16 in half the time of one.
-  narrow = layer.layout == 'tiled' and q.dtype == jnp.bfloat16
-  twice = narrow and G == T == 1
+  twice = layer.layout == 'tiled' and q.dtype == jnp.bfloat16 and G == T == 1
   if twice:
     q = jnp.concatenate([q, q], axis=2)
-  size = layer.num_slots
-  block = min(BLOCK, size)
   queries = first_query + jnp.arange(T, dtype=jnp.int32)
-  first, end = jnp.int32(0), jnp.minimum(length, size)
+  first, end = jnp.int32(0), jnp.minimum(length, layer.num_slots)
   if not layer.ring:
-    left = jnp.min(starts)
+    first = jnp.min(starts)
     if window is not None:
-      left = jnp.maximum(left, first_query - window + 1)
-    first = jnp.clip(left, 0, size) // block
+      first = jnp.maximum(first, first_query - window + 1)
 
-  def attend_block(index, carry):
-    return attend(index * block, block, carry)
+  skip = lambda carry: carry
 
-  def attend(begin, count, carry):
+  def over_spans(span, carry):
+    carry = over_span(span, carry)
+    if span.more is None:
+      return carry
+    more = functools.partial(over_spans, span.more)
+    return lax.cond(end > span.more.first, more, skip, carry)
+
+  def over_span(span, carry):
+    size = span.span
+    block = min(BLOCK, size)
+    begin = jnp.clip(first - span.first, 0, size) // block
+    stop = jnp.clip(end - span.first, 0, size)
+    one = lambda i, carry: attend(span, i * block, block, carry)
+    by_blocks = lambda carry: lax.fori_loop(
+      begin, (stop + block - 1) // block, one, carry
+    )
+    whole = lambda carry: attend(span, jnp.int32(0), size, carry)
+    if size == layer.num_slots <= BLOCK:
+      return whole(carry)
+    if size <= BLOCK:
+      return lax.cond(stop > begin * block, whole, skip, carry)
+    if T > 1 or span.k.dtype != q.dtype:
+      return by_blocks(carry)
+    mostly = stop - begin * block > size * WHOLE
+    return lax.cond(mostly, whole, by_blocks, carry)
+
+  def attend(span, begin, count, carry):
     out, top, total = carry
-    at = jnp.minimum(begin, size - count)  # the last block ends with the cache
+    # The last block ends with the span.
+    at = jnp.minimum(begin, span.span - count)
     slots = at + jnp.arange(count, dtype=jnp.int32)
-    tokens = cache_lib.token_index(layer, slots, length)
+    tokens = cache_lib.token_index(span, span.first + slots, length)
     held = (tokens >= 0) & (tokens < length) & (slots >= begin)
     visible = held[None] & (tokens[None] >= starts[:, None])
     visible = visible[:, None, None]  # [B, 1, 1 or T, count]
     if window is not None:
       recent = queries[:, None] - tokens[None, :] < window
       visible = visible & recent[None, None]
-    scores, values, scale = _block_scores(q, layer, at, count)
+    scores, values, scale = _block_scores(q, span, at, count)
     scores = scores_lib.capped(scores, softcap)
     tiles = scores.ndim > 5
     slot_axes = (2, 5) if tiles else (4,)
@@ -187,28 +209,17 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     total = total * shrink + weights.sum(axis=slot_axes)
     if scale is not None:
       weights = weights * scale
-    by_tile = twice or narrow and T == 1 and count >= LONG
+    by_tile = twice or q.dtype == jnp.bfloat16 and count >= LONG
     weights = weights.astype(q.dtype)
-    weighted = _weighted(weights, values, layer.v_axes, by_tile)
+    weighted = _weighted(weights, values, span.v_axes, by_tile)
     return out * shrink[..., None] + weighted, new_top, total
-
-  def by_blocks():
-    last = (end + block - 1) // block
-    return lax.fori_loop(first, last, attend_block, nothing)
 
   nothing = (
     jnp.zeros(q.shape, jnp.float32),
     jnp.full(q.shape[:-1], scores_lib.MASKED, jnp.float32),
     jnp.zeros(q.shape[:-1], jnp.float32),
   )
-  if block == size:
-    out, top, total = attend(jnp.int32(0), size, nothing)
-  elif T == 1 and layer.k.dtype == q.dtype:
-    whole = lambda: attend(jnp.int32(0), size, nothing)
-    mostly = end - first * block > size * WHOLE
-    out, top, total = lax.cond(mostly, whole, by_blocks)
-  else:
-    out, top, total = by_blocks()
+  out, top, total = over_spans(layer, nothing)
   seen = total > 0
   total = jnp.where(seen, total, 1.0)
   lse = jnp.where(seen, top + jnp.log(total), scores_lib.MASKED)

@@ -164,6 +164,7 @@ def fill(cache: KVCache, seed: int) -> KVCache:
       v=fill_array(layer.v),
       k_scale=scale(layer.k_scale),
       v_scale=scale(layer.v_scale),
+      more=fill_layer(layer.more) if layer.more else None,
     )
 
   return cache.replace(layers=tuple(map(fill_layer, cache.layers)))

@@ -196,7 +196,9 @@ def _constrain(layer: LayerCache) -> LayerCache:
   names = {'B': 'batch', 'K': 'kv_heads'}
   constrain = lambda x, axes: sharding.constrain(x, [*map(names.get, axes)])
   return layer.replace(
-    k=constrain(layer.k, layer.k_axes), v=constrain(layer.v, layer.v_axes)
+    k=constrain(layer.k, layer.k_axes),
+    v=constrain(layer.v, layer.v_axes),
+    more=_constrain(layer.more) if layer.more else None,
   )
 
 

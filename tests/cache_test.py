@@ -95,7 +95,10 @@ def by_slot(layer, name):
     axes = layer.k_axes
     if layer.layout == 'tiled':
       array, axes = cache.join_tiles(array), 'BKHS'
-  return np.moveaxis(np.asarray(array), axes.index('S'), 0)
+  here = np.moveaxis(np.asarray(array), axes.index('S'), 0)
+  if layer.more is None:
+    return here
+  return np.concatenate([here, by_slot(layer.more, name)])
 
 
 @pytest.mark.parametrize('layout', cache.LAYOUTS)
@@ -161,6 +164,68 @@ def test_tiles_hold_each_token_in_its_slot_however_many_are_written(
     np.testing.assert_array_equal(by_slot(layer, 'v'), expected)
 
 
+@pytest.mark.parametrize('layout', ['split', 'tiled'])
+@pytest.mark.parametrize('kind', ['full', 'int8'])
+@pytest.mark.parametrize('count', [1, 3, 8, 45, 128])
+def test_spans_hold_each_token_in_its_slot_however_many_are_written(
+  count, kind, layout, monkeypatch
+):
+  for name, value in (('TILE', 4), ('SPAN', 4), ('SPAN_BYTES', 1)):
+    monkeypatch.setattr(cache, name, value)
+  config = make(num_kv_heads=2, max_len=128)
+  layer = cache.init_cache(config, 1, 128, kind, layout=layout).layers[0]
+  assert sizes_of_spans(layer) == [4, 28, 96]
+  write = jax.jit(cache.write)
+  rng = np.random.default_rng(0)
+  expected, scales = np.zeros((128, 1, 2, 8)), np.zeros((128, 1, 2))
+  for length in range(0, 129 - count, count):
+    new = rng.integers(1, 99, size=(1, count, 2, 8))
+    scale = rng.random((1, count, 2), np.float32) if kind == 'int8' else None
+    numbers = new.astype(np.float32 if kind == 'full' else np.int8)
+    layer = write(layer, numbers, numbers, scale, scale, jnp.int32(length))
+    expected[length : length + count] = np.moveaxis(new, 1, 0)
+    np.testing.assert_array_equal(by_slot(layer, 'k'), expected)
+    np.testing.assert_array_equal(by_slot(layer, 'v'), expected)
+    if kind == 'int8':
+      scales[length : length + count] = np.moveaxis(scale, 1, 0)
+      np.testing.assert_array_equal(by_slot(layer, 'k_scale'), scales)
+      np.testing.assert_array_equal(by_slot(layer, 'v_scale'), scales)
+
+
+def sizes_of_spans(layer):
+  return [layer.span] + (sizes_of_spans(layer.more) if layer.more else [])
+
+
+def test_long_caches_are_in_spans_where_these_have_enough_bytes():
+  config = make(
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    max_len=1 << 14,
+    sliding_window=4096,
+    global_layers=(0,),
+  )
+
+  def spans(batch_size, num_slots, kind='full', layout='split'):
+    made = jax.eval_shape(
+      lambda: cache.init_cache(
+        config, batch_size, num_slots, kind, layout=layout
+      )
+    )
+    assert made.layers[0].num_slots == num_slots
+    assert cache.cache_bytes(made) == cache.predicted_bytes(
+      config, batch_size, num_slots, kind
+    )
+    return [sizes_of_spans(layer) for layer in made.layers]
+
+  assert spans(8, 8192) == [[256, 1792, 6144]] * 2
+  assert spans(1, 8192) == [[2048, 6144]] * 2
+  assert spans(8, 8192, 'int8') == [[2048, 6144]] * 2
+  assert spans(8, 8192, 'ring') == [[256, 1792, 6144], [4096]]
+  assert spans(8, 8192, layout='token') == [[8192]] * 2
+  assert spans(8, 1000) == [[1000]] * 2
+
+
 def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
   config = make(
     num_heads=12,
@@ -171,6 +236,7 @@ def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
   )
 
   def layouts(config, num_slots):
+    # The batch of one is in one span.
     made = jax.eval_shape(
       lambda: cache.init_cache(config, 1, num_slots, layout='tiled')
     )
@@ -183,10 +249,10 @@ def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
   assert made.layers[1].k.shape == (1, 6, 2, 64, 64)
   assert layouts(config, 512) == ['tiled'] * 5
   assert layouts(config, 1024) == ['split'] + ['tiled'] * 4
-  assert layouts(config, 4096) == ['split'] + ['tiled'] * 3 + ['split']
+  assert layouts(config, 1984) == ['split'] + ['tiled'] * 3 + ['split']
   assert layouts(config, 70) == ['split'] * 5  # no whole tiles
   narrow = dataclasses.replace(config, dtype='bfloat16')
-  assert layouts(narrow, 4096) == ['tiled'] * 5
+  assert layouts(narrow, 1984) == ['tiled'] * 5
 
 
 def test_int8_keeps_each_token_and_head_within_half_a_step_of_its_scale():

@@ -35,9 +35,11 @@ prefill = jax.jit(decode.prefill, static_argnames=('config', 'chunk_size'))
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-  """Several blocks of slots and of rows in a cache of a few tokens."""
+  """Several spans, blocks of slots and of rows in a cache of a few tokens."""
   monkeypatch.setattr(cached_attention, 'BLOCK', 4)
   monkeypatch.setattr(cache, 'TILE', 2)
+  monkeypatch.setattr(cache, 'SPAN', 2)
+  monkeypatch.setattr(cache, 'SPAN_BYTES', 1)
   monkeypatch.setattr(cached_attention, 'ROWS', 4)
   monkeypatch.setattr(cached_attention, 'LONG', 4)
   jax.clear_caches()
@@ -568,15 +570,20 @@ def test_steps_write_in_place_and_never_copy_the_cache(kind, num_kv_heads):
 
 
 @pytest.mark.parametrize('window', [None, 300])
-def test_a_step_reads_the_visible_blocks_or_a_mostly_live_cache_whole(
-  window, monkeypatch
+@pytest.mark.parametrize('spans', [1, 3])
+def test_a_step_reads_the_visible_blocks_or_a_mostly_live_span_whole(
+  spans, window, monkeypatch
 ):
   reads = []
   original = cache.read
 
   def counted(layer, first, count):
-    jax.debug.callback(lambda at: reads.append((int(at), count)), first)
+    jax.debug.callback(
+      lambda at: reads.append((layer.first + int(at), count)), first
+    )
     return original(layer, first, count)
+
+  monkeypatch.setattr(cache, 'SPAN_BYTES', 1 if spans > 1 else 1 << 30)
 
   monkeypatch.setattr(cache, 'read', counted)
   config = make(num_kv_heads=1, num_layers=1, sliding_window=window)
@@ -596,14 +603,19 @@ def test_a_step_reads_the_visible_blocks_or_a_mostly_live_cache_whole(
     size = cached_attention.BLOCK
     return [(i * size, size) for i in range(first, last + 1)]
 
+  whole = [(0, 8192)] if spans == 1 else [(0, 256), (256, 1792), (2048, 6144)]
   assert blocks(200, [0, 3]) == each(0, 0)
   assert blocks(256, [0, 3]) == each(0, 1)
   last = 3000 // 256
-  assert blocks(3000, [0, 0]) == each(0 if window is None else last - 1, last)
+  if window is not None:
+    assert blocks(3000, [0, 0]) == each(last - 1, last)
+  elif spans == 1:
+    assert blocks(3000, [0, 0]) == each(0, last)
+  else:
+    assert blocks(3000, [0, 0]) == whole[:2] + each(8, last)
   # Padding on the left of all rows costs nothing either.
   last = 6000 // 256
   assert blocks(6000, [5900, 5950]) == each(last, last)
-  whole = [(0, 8192)]
   assert blocks(6000, [0, 0]) == (
     whole if window is None else each(last - 1, last)
   )
