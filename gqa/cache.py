@@ -89,14 +89,14 @@ class LayerCache:
     return self.v_axes.replace('H', '')
 
   @property
-  def span(self) -> int:
+  def own_slots(self) -> int:
     """S."""
     return self.v.shape[self.v_axes.index('S')]
 
   @property
   def num_slots(self) -> int:
     """Slots of this span and all that follow."""
-    return self.span + (self.more.num_slots if self.more else 0)
+    return self.own_slots + (self.more.num_slots if self.more else 0)
 
 
 @struct.dataclass

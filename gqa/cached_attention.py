@@ -165,7 +165,7 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
     return lax.cond(end > span.more.first, more, skip, carry)
 
   def over_span(span, carry):
-    size = span.span
+    size = span.own_slots
     block = min(BLOCK, size)
     begin = jnp.clip(first - span.first, 0, size) // block
     stop = jnp.clip(end - span.first, 0, size)
@@ -186,7 +186,7 @@ def _over_blocks(q, layer, length, first_query, starts, window, softcap):
   def attend(span, begin, count, carry):
     out, top, total = carry
     # The last block ends with the span.
-    at = jnp.minimum(begin, span.span - count)
+    at = jnp.minimum(begin, span.own_slots - count)
     slots = at + jnp.arange(count, dtype=jnp.int32)
     tokens = cache_lib.token_index(span, span.first + slots, length)
     held = (tokens >= 0) & (tokens < length) & (slots >= begin)

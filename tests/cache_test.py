@@ -193,7 +193,7 @@ def test_spans_hold_each_token_in_its_slot_however_many_are_written(
 
 
 def sizes_of_spans(layer):
-  return [layer.span] + (sizes_of_spans(layer.more) if layer.more else [])
+  return [layer.own_slots] + (sizes_of_spans(layer.more) if layer.more else [])
 
 
 def test_long_caches_are_in_spans_where_these_have_enough_bytes():
