@@ -50,11 +50,13 @@ TILE = 64
 
 # Slots at which the spans of a layer end: SPAN, 8 SPAN and so on, as far as three
 # times as many follow, and with at least SPAN_BYTES, because a further span
-# costs some microseconds. Steps as above, against one span for all: 0.75 of the
-# time with 200 of 8,192 slots live and 12 KV heads, 0.64 with 3,000; 0.95 and
-# 0.88 with 4 KV heads; no more where all is live.
+# costs some microseconds. Steps as above in float32, against one span for all:
+# with 12 and 4 KV heads 0.75 and 0.95 of the time where 200 of 8,192 slots are
+# live, 0.64 and 0.88 where 3,000 are, 1.01 to 1.04 where all are; at 2,112 slots,
+# all live, 1.04, which nothing makes up for: caches below SPANNED are one span.
 SPAN = 256
 SPAN_BYTES = 1 << 22
+SPANNED = 4096
 
 
 @struct.dataclass
@@ -199,8 +201,8 @@ def init_cache(
     ring = kind == 'ring' and window is not None and window <= max_len
     ends = [num_slots]
     if layout != 'token' and not ring:
-      slot_bytes = 2 * batch_size * num_kv_heads * config.head_dim
-      ends = _span_ends(num_slots, slot_bytes * dtype.itemsize)
+      slot_numbers = 2 * batch_size * num_kv_heads * config.head_dim
+      ends = _span_ends(num_slots, slot_numbers, dtype)
     layers.append(span(num_kv_heads, 0, ends, ring))
   return KVCache(
     layers=tuple(layers),
@@ -321,6 +323,8 @@ def read(
   def cut(x, first, count, axis):
     if x is None or count == x.shape[axis]:
       return x
+    # Or else, before a loop over blocks, all of x would be turned to bits.
+    x, first = lax.optimization_barrier((x, first))
     cut = lax.dynamic_slice_in_dim(_bits(x), first, count, axis)
     return _numbers(lax.optimization_barrier(cut), x.dtype)
 
@@ -344,10 +348,7 @@ def join_tiles(k: jax.Array) -> jax.Array:
 
 
 def _bits(x):
-  """Numbers to be moved only; XLA on CPU would move bfloat16 as float32.
-
-  A loop over blocks still takes a copy in 16 bits instead of one in 32.
-  """
+  """Numbers to be moved only; XLA on CPU would move bfloat16 as float32."""
   if x.dtype == jnp.bfloat16:
     return lax.bitcast_convert_type(x, jnp.uint16)
   return x
@@ -422,11 +423,14 @@ def _plan(config, batch_size, max_len, kind, dtype):
   return tuple(min(w or max_len, max_len) for w in config.windows), dtype
 
 
-def _span_ends(num_slots, slot_bytes):
-  """Where the spans of a layer end, which has so many bytes for a slot."""
+def _span_ends(num_slots, slot_numbers, dtype):
+  """Where the spans of a layer end that keeps so many numbers for a slot."""
   ends, end = [], SPAN
+  # Of bfloat16 XLA on CPU would write all of a span that no new token is in.
+  if num_slots < SPANNED or dtype == jnp.bfloat16:
+    return [num_slots]
   while 4 * end <= num_slots:
-    if end * slot_bytes >= SPAN_BYTES:
+    if end * slot_numbers * dtype.itemsize >= SPAN_BYTES:
       ends.append(end)
     end *= 8
   return [*ends, num_slots]

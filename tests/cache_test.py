@@ -170,7 +170,9 @@ def test_tiles_hold_each_token_in_its_slot_however_many_are_written(
 def test_spans_hold_each_token_in_its_slot_however_many_are_written(
   count, kind, layout, monkeypatch
 ):
-  for name, value in (('TILE', 4), ('SPAN', 4), ('SPAN_BYTES', 1)):
+  for name in ('SPAN_BYTES', 'SPANNED'):
+    monkeypatch.setattr(cache, name, 1)
+  for name, value in (('TILE', 4), ('SPAN', 4)):
     monkeypatch.setattr(cache, name, value)
   config = make(num_kv_heads=2, max_len=128)
   layer = cache.init_cache(config, 1, 128, kind, layout=layout).layers[0]
@@ -206,16 +208,11 @@ def test_long_caches_are_in_spans_where_these_have_enough_bytes():
     global_layers=(0,),
   )
 
-  def spans(batch_size, num_slots, kind='full', layout='split'):
-    made = jax.eval_shape(
-      lambda: cache.init_cache(
-        config, batch_size, num_slots, kind, layout=layout
-      )
-    )
+  def spans(batch_size, num_slots, kind='full', dtype=None, layout='split'):
+    arguments = (config, batch_size, num_slots, kind, dtype)
+    made = jax.eval_shape(lambda: cache.init_cache(*arguments, layout=layout))
     assert made.layers[0].num_slots == num_slots
-    assert cache.cache_bytes(made) == cache.predicted_bytes(
-      config, batch_size, num_slots, kind
-    )
+    assert cache.cache_bytes(made) == cache.predicted_bytes(*arguments)
     return [sizes_of_spans(layer) for layer in made.layers]
 
   assert spans(8, 8192) == [[256, 1792, 6144]] * 2
@@ -223,7 +220,8 @@ def test_long_caches_are_in_spans_where_these_have_enough_bytes():
   assert spans(8, 8192, 'int8') == [[2048, 6144]] * 2
   assert spans(8, 8192, 'ring') == [[256, 1792, 6144], [4096]]
   assert spans(8, 8192, layout='token') == [[8192]] * 2
-  assert spans(8, 1000) == [[1000]] * 2
+  assert spans(8, 8192, dtype='bfloat16') == [[8192]] * 2
+  assert spans(8, 2112) == [[2112]] * 2
 
 
 def test_only_layers_whose_keys_are_faster_in_tiles_have_them():
