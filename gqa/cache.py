@@ -50,10 +50,11 @@ TILE = 64
 
 # Slots at which the spans of a layer end: SPAN, 8 SPAN and so on, as far as three
 # times as many follow, and with at least SPAN_BYTES, because a further span
-# costs some microseconds. Steps as above in float32, against one span for all:
-# with 12 and 4 KV heads 0.75 and 0.95 of the time where 200 of 8,192 slots are
-# live, 0.64 and 0.88 where 3,000 are, 1.01 to 1.04 where all are; at 2,112 slots,
-# all live, 1.04, which nothing makes up for: caches below SPANNED are one span.
+# costs some microseconds. Steps as above in float32, 2026-11-30 and 12-01, against
+# one span for all: with 12 and 4 KV heads 0.75 and 0.95 of the time where 200 of
+# 8,192 slots are live, 0.64 and 0.88 where 3,000 are, 1.01 to 1.04 where all are;
+# at 2,112 slots, all live, 1.04, which nothing makes up for: caches below SPANNED
+# are one span.
 SPAN = 256
 SPAN_BYTES = 1 << 22
 SPANNED = 4096
