@@ -20,7 +20,7 @@ def arrays(rows, inputs, outputs, dtype):
 
 # 6 inputs and 10 outputs are no multiples of the parts of a row's product.
 @pytest.mark.parametrize('sizes', [(8, 12), (6, 10)])
-@pytest.mark.parametrize('rows', [1, 2, linear.ROWS_LEFT + 1])
+@pytest.mark.parametrize('rows', [1, 2, 9, linear.ROWS_LEFT + 1])
 @pytest.mark.parametrize('dtype', TOLERANCE)
 def test_products_of_one_row_and_of_several_are_those_of_numpy(
   dtype, rows, sizes
