@@ -42,8 +42,8 @@ PLATFORM_LAYOUTS = {'cpu': 'tiled'}  # elsewhere 'token'
 # Slots of a tile of keys. A product for each tile and one token is faster on CPU
 # than one for all keys, but wants a copy of the queries for each; where it pays,
 # `_fits_tiles` says. In bfloat16 it is faster to read the values so too. Steps of
-# M110 (experiments/decode_cost.py, 8 rows) against 'split' keys, 2 cores of an
-# AMD EPYC (Zen 4), 2026-11-30: 0.85 to 0.93 of the time with 4 and 6 KV heads at
+# M110 (experiments/decode_cost.py, 8 rows) against PLATFORM_LAYOUTS of 'split', 2
+# cores of an AMD EPYC (Zen 4), 2026-11-30: 0.85 to 0.93 of the time with 4 and 6 KV heads at
 # 2,048 and 8,192 tokens, 0.93 to 0.98 with 12 at up to 512; in bfloat16 0.70 with
 # 12 KV heads at 128 and 0.49 at 2,048, 0.87 with 4 at 2,048.
 TILE = 64
@@ -51,7 +51,7 @@ TILE = 64
 # Slots at which the spans of a layer end: SPAN, 8 SPAN and so on, as far as three
 # times as many follow, and with at least SPAN_BYTES, because a further span
 # costs some microseconds. Steps as above in float32, 2026-11-30 and 12-01, against
-# one span for all: with 12 and 4 KV heads 0.75 and 0.95 of the time where 200 of
+# one span for all (SPAN_BYTES = 1 << 42): with 12 and 4 KV heads 0.75 and 0.95 of the time where 200 of
 # 8,192 slots are live, 0.64 and 0.88 where 3,000 are, 1.01 to 1.04 where all are;
 # at 2,112 slots, all live, 1.04, which nothing makes up for: caches below SPANNED
 # are one span.
@@ -427,8 +427,9 @@ def _plan(config, batch_size, max_len, kind, dtype):
 def _span_ends(num_slots, slot_numbers, dtype):
   """Where the spans of a layer end that keeps so many numbers for a slot."""
   ends, end = [], SPAN
-  # Of bfloat16 XLA on CPU would write all of a span that no new token is in.
-  if num_slots < SPANNED or dtype == jnp.bfloat16:
+  # XLA on CPU would write all of a span that no new token is in where it is of
+  # bfloat16; of float16 nothing was won.
+  if num_slots < SPANNED or dtype.itemsize == 2:
     return [num_slots]
   while 4 * end <= num_slots:
     if end * slot_numbers * dtype.itemsize >= SPAN_BYTES:

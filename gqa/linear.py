@@ -24,8 +24,8 @@ ROW_PARTS = 4  # of a product with one row, on CPU
 ROWS_LEFT = 512  # tokens up to which rows are a product's left operand, on CPU
 # More than 4 tokens are filled up to one of these, on CPU: XLA multiplies them in
 # less time than most that are fewer. A step of M110 with 6, 12 and 28 rows takes
-# 0.84, 0.87 and 0.73 of the time (4 KV heads, 128 tokens; 2 cores of an AMD EPYC
-# (Zen 4), 2026-12-01).
+# 0.85, 0.87 and 0.73 of the time without (experiments/decode_cost.py against FULL
+# of (), 4 KV heads, 128 tokens; 2 cores of an AMD EPYC (Zen 4), 2026-12-01).
 FULL = (8, 16, 20, 24, 32, 40, 48, 64)
 PLATFORM_KERNELS = {'cpu': 'rows'}  # of decoding; elsewhere as in training
 

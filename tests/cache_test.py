@@ -220,7 +220,8 @@ def test_long_caches_are_in_spans_where_these_have_enough_bytes():
   assert spans(8, 8192, 'int8') == [[2048, 6144]] * 2
   assert spans(8, 8192, 'ring') == [[256, 1792, 6144], [4096]]
   assert spans(8, 8192, layout='token') == [[8192]] * 2
-  assert spans(8, 8192, dtype='bfloat16') == [[8192]] * 2
+  for dtype in ('bfloat16', 'float16'):
+    assert spans(8, 8192, dtype=dtype) == [[8192]] * 2
   assert spans(8, 2112) == [[2112]] * 2
 
 

@@ -554,9 +554,13 @@ def compiled_advance(config, batch_size, slots, kind='full', steps=4):
   return compiled.compile(), cache.cache_bytes(state.cache)
 
 
-@pytest.mark.parametrize('num_kv_heads', [4, 1])
 @pytest.mark.parametrize(
-  'kind, dtype', [*((k, 'float32') for k in cache.KINDS), ('full', 'bfloat16')]
+  'kind, dtype, num_kv_heads',
+  [
+    *((kind, 'float32', heads) for kind in cache.KINDS for heads in (4, 1)),
+    # Scores of one KV head alone would be more than the bound below.
+    *(('full', 'bfloat16', heads) for heads in (4, 2)),
+  ],
 )
 def test_steps_write_in_place_and_never_copy_the_cache(
   kind, dtype, num_kv_heads
@@ -571,7 +575,7 @@ def test_steps_write_in_place_and_never_copy_the_cache(
   compiled, size = compiled_advance(config, 4, 16_384, kind)
   memory = compiled.memory_analysis()
   # One of the four arrays of the two layers would be a quarter.
-  assert memory.temp_size_in_bytes < size / 8
+  assert memory.temp_size_in_bytes < size / 16
   assert memory.alias_size_in_bytes >= size
 
 
@@ -590,7 +594,6 @@ def test_a_step_reads_the_visible_blocks_or_a_mostly_live_span_whole(
     return original(layer, first, count)
 
   monkeypatch.setattr(cache, 'SPAN_BYTES', 1 if spans > 1 else 1 << 30)
-
   monkeypatch.setattr(cache, 'read', counted)
   config = make(num_kv_heads=1, num_layers=1, sliding_window=window)
   made = cache.init_cache(config, 2, 8192)

@@ -38,6 +38,18 @@ def test_products_of_one_row_and_of_several_are_those_of_numpy(
   np.testing.assert_allclose(against, exact, **within)
 
 
+@pytest.mark.parametrize(
+  'rows, multiplied', [(4, 4), (5, 8), (9, 16), (20, 20), (64, 64), (65, 65)]
+)
+def test_few_rows_are_filled_up_on_cpu_to_a_number_that_is_faster(
+  rows, multiplied, monkeypatch
+):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')
+  x, matrix, _ = arrays(rows, 8, 12, 'float32')
+  program = str(jax.make_jaxpr(linear.against_rows)(x, matrix.T))
+  assert f'f32[12,{multiplied}] = dot_general' in program
+
+
 @pytest.mark.parametrize('inputs', [1, 2])
 def test_rows_have_the_outputs_first_whatever_their_axes(inputs):
   rng = np.random.default_rng(0)
